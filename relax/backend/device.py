@@ -1,0 +1,177 @@
+"""The device seam: megatron-core, unmodified, on a CPU.
+
+megatron-core names CUDA inside long constructors (DDP buffers, optimizers, schedules, MoE routing) where neither flags nor
+subclasses reach. On a CPU run `on_device` reads those names as CPU while a backend call runs and puts everything back
+afterwards; on a CUDA run it does nothing. Everything it touches is in this file.
+
+The same seam decides how bf16 matrices are multiplied on a CPU. Without AMX or AVX512-BF16 instructions torch's bf16
+kernels run several times slower than fp32 ones; there the operands are widened, multiplied in fp32 and rounded once,
+which is what a bf16 kernel with fp32 accumulation computes.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from relax.errors import UserError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_CPU = torch.device("cpu")
+_MATMULS = {torch.matmul, torch.Tensor.matmul, torch.mm, torch.Tensor.mm, torch.bmm, torch.nn.functional.linear}
+
+
+def select_device(kind: str) -> torch.device:
+    """The device of this process for `--device auto|cpu|cuda`; CUDA processes take the GPU of their LOCAL_RANK."""
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return _CPU
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device; use --device cpu, or install a CUDA build of torch")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"LOCAL_RANK {local_rank} has no GPU: {torch.cuda.device_count()} are visible; start fewer processes per node"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@functools.cache
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has bf16 matrix instructions (AMX or AVX512-BF16)."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in the dtype its device multiplies fastest: fp32 for bf16 on a CPU without bf16 instructions."""
+    if tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not cpu_multiplies_bf16():
+        return tensor.float()
+    return tensor
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Run megatron-core code on `device`. Re-entrant; inert on CUDA."""
+    if device.type == "cuda" or _CudaAsCpu.depth:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in _cpu_attributes():
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        stack.enter_context(_CudaAsCpu())
+        yield
+
+
+def runs_on_device(method: Method) -> Method:
+    """Decorate a method of an object with a `.device`: its body runs inside `on_device`."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with on_device(self.device):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, wrapper)
+
+
+class _CudaAsCpu(TorchFunctionMode):
+    """`device="cuda"` becomes CPU, `.cuda()` the tensor itself, `pin_memory` nothing; `.type()` answers as megatron expects."""
+
+    depth = 0
+
+    def __enter__(self) -> "_CudaAsCpu":
+        type(self).depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        type(self).depth -= 1
+        super().__exit__(*exc)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _MATMULS and not kwargs and args[0].dtype == torch.bfloat16 and not cpu_multiplies_bf16():
+            return func(*(a.float() if a is not None else a for a in args)).to(torch.bfloat16)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args)
+            return name if name.startswith("torch.cuda") else name.replace("torch.", "torch.cuda.", 1)
+        if _names_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _Stream:
+    """A CUDA stream or event where there is none: everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.nothing = lambda *args, **kwargs: None
+
+    def __getattr__(self, name: str) -> Any:
+        return self.nothing
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, *args: Any) -> "_Stream":
+        return self
+
+
+@functools.cache
+def _cpu_attributes() -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, value on a CPU) of every name that megatron-core reads."""
+    from megatron.core.tensor_parallel import random as mcore_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    stream = _Stream()
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    def no_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    # Dropout would draw from torch's CPU generator, which tensor_parallel.checkpoint saves and restores anyway.
+    attributes = [
+        (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "synchronize", nothing),
+        (torch.cuda, "empty_cache", nothing),
+        (torch.cuda, "manual_seed", nothing),
+        (torch.cuda, "set_device", nothing),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Event", _Stream),
+        (torch.cuda, "current_stream", lambda *args: stream),
+        (torch.cuda, "default_stream", lambda *args: stream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.cuda, "get_rng_state", no_state),
+        (torch.cuda.random, "get_rng_state", no_state),
+        (mcore_random, "_get_cuda_rng_state", no_state),
+        (mcore_random, "_set_cuda_rng_state", nothing),
+        # gloo takes all-to-all splits as numbers only; megatron turns them into numbers for CUDA tensors alone.
+        (
+            token_dispatcher,
+            "maybe_move_tensor_to_cpu",
+            lambda t, as_numpy=False, record_stream=False: t.numpy() if as_numpy and torch.is_tensor(t) else t,
+        ),
+    ]
+    return [(owner, name, value) for owner, name, value in attributes if hasattr(owner, name)]
+
+
+def is_main_rank() -> bool:
+    """Whether this process speaks for the run (rank 0, or the only process)."""
+    return not dist.is_initialized() or dist.get_rank() == 0

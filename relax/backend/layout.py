@@ -1,0 +1,194 @@
+"""From pairs in a micro-batch to tensors: token rows, positions, attention blocks and the rows to score.
+
+Each pair becomes `prompt chosen prompt rejected`, or `prompt chosen rejected` where the plan shares its prompt; the rejected
+answer then attends to the prompt and itself alone, and its positions restart after the prompt. Padding rows (to a length
+that the parallel layout divides) form a block of their own that nothing scores. Under context parallelism rank r holds
+chunks r and 2*size-1-r of the pack (zig-zag, so that causal work balances) and the key ranges still count in whole-pack rows.
+
+Invariants: every completion token is a target exactly once over the context-parallel ranks; scores come in the order
+(pair 0 chosen, pair 0 rejected, pair 1 chosen, ...); a query sees exactly its own sequence up to itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+class Pair(Protocol):
+    """What the layout reads of a pair: token ids of the prompt and of both completions, each int [tokens]."""
+
+    @property
+    def prompt(self) -> np.ndarray: ...
+    @property
+    def chosen(self) -> np.ndarray: ...
+    @property
+    def rejected(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Query rows [q0, q1) attend to the key ranges, concatenated, causally from the bottom right."""
+
+    q0: int
+    q1: int
+    keys: tuple[tuple[int, int], ...]
+
+    @property
+    def num_keys(self) -> int:
+        return sum(k1 - k0 for k0, k1 in self.keys)
+
+    @property
+    def is_square(self) -> bool:
+        return self.num_keys == self.q1 - self.q0
+
+    def take_keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [1, heads, pack rows, head_dim] -> this block's key rows, in order."""
+        parts = [rows[:, :, k0:k1] for k0, k1 in self.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """One rank's micro-batch. `qkv_format` stays "sbhd" so that attention keeps [rows, 1, heads, head_dim] and RoPE is per row.
+
+    ids, positions [rows]; score_rows [num_targets]: the local rows whose output is scored; targets [num_targets]: the token
+    each predicts (lm head); target_counts [2 * num_pairs]: how many of them belong to each sequence, in order.
+    """
+
+    ids: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    score_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    targets: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    target_counts: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    blocks: tuple[Block, ...] = ()
+    gathered_order: torch.Tensor | None = None  # context parallel: where each whole-pack row lies among the gathered rows
+    masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_pairs(self) -> int:
+        return self.target_counts.size(0) // 2
+
+    def mask(self, block: Block, device: torch.device) -> torch.Tensor | None:
+        """The block's bottom-right causal mask [queries, keys], made once for all layers; None where it is a plain square."""
+        if block.is_square:
+            return None
+        shape = (block.q1 - block.q0, block.num_keys)
+        if shape not in self.masks:
+            self.masks[shape] = torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])
+        return self.masks[shape]
+
+
+@dataclass
+class _Pack:
+    """The whole pack, before it is divided over context-parallel ranks."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    segments: list[tuple[int, int, tuple[tuple[int, int], ...]]] = field(default_factory=list)  # first, end, earlier keys
+    score_rows: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
+    rows: int = 0
+
+    def add(self, ids: np.ndarray, *, position: int = 0, after: tuple[tuple[int, int], ...] = ()) -> int:
+        """Append a run of tokens that attends to the ranges `after` and causally to itself; returns its first row."""
+        first = self.rows
+        self.ids.append(ids)
+        self.positions.append(np.arange(position, position + len(ids)))
+        self.segments.append((first, first + len(ids), after))
+        self.rows += len(ids)
+        return first
+
+    def score(self, rows: np.ndarray, targets: np.ndarray) -> None:
+        self.score_rows.append(rows)
+        self.targets.append(targets)
+
+
+def build_layout(
+    pairs: Sequence[Pair],
+    shared: Sequence[bool],
+    *,
+    head: Literal["lm", "scalar"],
+    device: torch.device,
+    multiple: int = 1,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> PackedLayout:
+    """Lay out whole pairs for one context-parallel rank; no pairs give the shortest pack of padding.
+
+    shared [num_pairs]: prompt laid out once; multiple: what the number of rows per rank must divide by (tensor-parallel size
+    under sequence parallelism).
+    """
+    pack = _Pack()
+    for pair, share in zip(pairs, shared, strict=True):
+        first = pack.add(pair.prompt) if share else 0
+        for completion in (pair.chosen, pair.rejected):
+            _add_completion(pack, pair.prompt, completion, prompt_row=first if share else None, head=head)
+    step = multiple * (2 * cp_size if cp_size > 1 else 1)
+    padding = -pack.rows % step if pack.rows else max(step, 1)
+    if padding:
+        pack.add(np.zeros(padding, dtype=np.int64))
+    return _shard(pack, device=device, rank=cp_rank, size=cp_size)
+
+
+def _add_completion(
+    pack: _Pack, prompt: np.ndarray, completion: np.ndarray, *, prompt_row: int | None, head: str
+) -> None:
+    size, length = len(prompt), len(completion)
+    if prompt_row is None:
+        first = pack.add(np.concatenate((prompt, completion))) + size
+        before = first - 1  # the row that predicts the completion's first token
+    else:
+        first = pack.add(completion, position=size, after=((prompt_row, prompt_row + size),))
+        before = prompt_row + size - 1
+    if head == "scalar":
+        pack.score(np.array([first + length - 1]), completion[-1:])
+    else:
+        pack.score(np.concatenate(([before], np.arange(first, first + length - 1))), completion)
+
+
+def _shard(pack: _Pack, *, device: torch.device, rank: int, size: int) -> PackedLayout:
+    chunk = pack.rows // (2 * size) if size > 1 else pack.rows
+    owned = [_owned(r, size=size, chunk=chunk) for r in range(size)]
+    blocks, base = [], 0
+    for a, b in owned[rank]:
+        for first, end, after in pack.segments:
+            x, y = max(a, first), min(b, end)
+            if x < y:
+                blocks.append(Block(base + x - a, base + y - a, (*after, (first, y))))
+        base += b - a
+    rows = np.concatenate([np.arange(a, b) for a, b in owned[rank]])
+    local = np.full(pack.rows, -1)
+    local[rows] = np.arange(len(rows))
+    score_rows = [local[r] for r in pack.score_rows]
+    kept = [r >= 0 for r in score_rows]
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+
+    def joined(parts: list[np.ndarray]) -> torch.Tensor:
+        return tensor(np.concatenate(parts) if parts else np.empty(0))
+
+    gathered = np.concatenate([np.arange(a, b) for ranges in owned for a, b in ranges])
+    return PackedLayout(
+        qkv_format="sbhd",
+        max_seqlen_q=len(rows),
+        max_seqlen_kv=len(rows),
+        ids=tensor(np.concatenate(pack.ids)[rows]),
+        positions=tensor(np.concatenate(pack.positions)[rows]),
+        blocks=tuple(blocks),
+        score_rows=joined([r[k] for r, k in zip(score_rows, kept, strict=True)]),
+        targets=joined([t[k] for t, k in zip(pack.targets, kept, strict=True)]),
+        target_counts=tensor(np.array([k.sum() for k in kept])),
+        gathered_order=tensor(np.argsort(gathered)) if size > 1 else None,
+    )
+
+
+def _owned(rank: int, *, size: int, chunk: int) -> list[tuple[int, int]]:
+    """The whole-pack row ranges of a context-parallel rank."""
+    if size == 1:
+        return [(0, chunk)]
+    return [(rank * chunk, (rank + 1) * chunk), ((2 * size - 1 - rank) * chunk, (2 * size - rank) * chunk)]

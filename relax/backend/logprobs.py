@@ -1,0 +1,123 @@
+"""Log-probabilities of target tokens without the logits.
+
+For row i with hidden state h_i and target t_i: log p_i = h_i W_t - logsumexp_v(h_i W_v), over a vocabulary that may be split
+over tensor-parallel ranks and padded at its end. Rows go through the vocabulary matmul in chunks and are recomputed in
+backward, so at most `chunk` rows of logits exist at a time (design idea 5).
+
+Invariants: equal to log_softmax(h W^T).gather(t), values and gradients, for every chunk size and vocabulary split; rows of
+the weight at or beyond `vocab_size` (padding) get no probability and no gradient. Sums are fp32 (fp64 for fp64 input).
+"""
+
+import torch
+import torch.distributed as dist
+
+from relax.backend.device import widened
+
+CHUNK_BYTES = 64 << 20  # one chunk of fp32 logits: large enough for full matmul speed, small beside the model
+
+
+def target_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """log p(targets) [num_rows], fp32 or fp64, natural logarithm.
+
+    hidden [num_rows, hidden_size]; weight [vocab shard, hidden_size], this rank's rows of the (padded) vocabulary;
+    targets [num_rows], global token ids; group: the tensor-parallel group; chunk: rows at a time (None: by memory).
+    """
+    if chunk is None:
+        chunk = max(64, CHUNK_BYTES // (4 * weight.size(0)))
+    result: torch.Tensor = _TargetLogprobs.apply(hidden, weight, targets, vocab_size, group, chunk)
+    return result
+
+
+class _Shard:
+    """This rank's slice of the vocabulary and the reductions over the others."""
+
+    def __init__(self, weight: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> None:
+        self.group = group if group is not None and group.size() > 1 else None
+        self.first = self.group.rank() * weight.size(0) if self.group else 0
+        self.real = max(0, min(weight.size(0), vocab_size - self.first))  # rows before the padding
+
+    def reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        if self.group:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def local(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(column of each target in this shard, 0 where it is elsewhere; whether it is here), both [n, 1]."""
+        column = targets - self.first
+        here = (column >= 0) & (column < self.real)
+        return column.where(here, 0)[:, None], here[:, None]
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, vocab_size, group, chunk):  # type: ignore[no-untyped-def, override]
+        shard = _Shard(weight, vocab_size, group)
+        wide = _accumulator(hidden.dtype)
+        rows, chunk = hidden.size(0), min(chunk, max(1, hidden.size(0)))
+        top = torch.full((rows,), -torch.inf, dtype=wide, device=hidden.device)
+        total, picked = torch.zeros_like(top), torch.zeros_like(top)
+        logits = _Logits(weight, shard.real, chunk, wide)
+        for i in range(0, rows, chunk):
+            at = slice(i, min(i + chunk, rows))
+            z = logits(hidden[at])
+            column, here = shard.local(targets[at])
+            if shard.real:
+                picked[at] = (z.gather(1, column) * here)[:, 0]
+                top[at] = z.amax(1)
+            shard.reduce(top[at], dist.ReduceOp.MAX)
+            total[at] = z.sub_(top[at, None]).exp_().sum(1)
+        shard.reduce(total)
+        shard.reduce(picked)
+        logsumexp = total.log() + top
+        ctx.save_for_backward(hidden, weight, targets, logsumexp)
+        ctx.shard, ctx.chunk = shard, chunk
+        return picked - logsumexp
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+        hidden, weight, targets, logsumexp = ctx.saved_tensors
+        shard, chunk, rows = ctx.shard, ctx.chunk, hidden.size(0)
+        logits = _Logits(weight, shard.real, chunk, logsumexp.dtype)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=logsumexp.dtype, device=weight.device)
+        real_grad = grad_weight[: shard.real]
+        for i in range(0, rows if shard.real else 0, chunk):
+            at = slice(i, min(i + chunk, rows))
+            g = grad[at, None].to(logsumexp.dtype)
+            dz = logits(hidden[at]).sub_(logsumexp[at, None]).exp_().mul_(-g)  # -g softmax
+            column, here = shard.local(targets[at])
+            dz.scatter_add_(1, column, g * here)  # + g at the target
+            dz = dz.to(logits.weight.dtype)
+            grad_hidden[at] = dz @ logits.weight
+            if dz.dtype == real_grad.dtype:
+                real_grad.addmm_(dz.t(), hidden[at].to(dz.dtype))
+            else:
+                real_grad += dz.t() @ hidden[at]
+        shard.reduce(grad_hidden)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+class _Logits:
+    """hidden -> logits over this shard's real vocabulary, in one reused buffer of the accumulation dtype."""
+
+    def __init__(self, weight: torch.Tensor, real: int, chunk: int, wide: torch.dtype) -> None:
+        self.weight = widened(weight[:real])
+        self.buffer = torch.empty(chunk, real, dtype=wide, device=weight.device)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.buffer[: hidden.size(0)]
+        if self.weight.dtype == out.dtype:
+            return torch.mm(hidden.to(out.dtype), self.weight.t(), out=out)
+        return out.copy_(hidden @ self.weight.t())
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,242 @@
+"""A Hugging Face model directory's config -> megatron-core's GPTModel that turns a packed layout into sequence scores.
+
+The model ends in one of two heads. `lm`: per sequence, the sum of its completion tokens' log-probabilities. `scalar`: the
+reward head's output at the sequence's last token. Either way only the scored rows leave the last layer, and `forward` on
+the last pipeline stage returns scores [2 * num_pairs] in fp32 (fp64 for an fp64 model).
+
+Families: Llama 3 / SmolLM2, Mistral, Qwen2 / Qwen2.5, Qwen3. A config that asks for anything this model does not compute
+exactly is refused.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import transformers
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from relax.backend.attention import PackedAttention
+from relax.backend.layout import PackedLayout
+from relax.backend.logprobs import target_logprobs
+from relax.errors import UserError
+
+Head = Literal["lm", "scalar"]
+HFConfig = transformers.PretrainedConfig
+
+FAMILIES = {  # model_type -> (query-key norm, bias on query, key and value)
+    "llama": (False, False),
+    "mistral": (False, False),
+    "qwen2": (False, True),
+    "qwen3": (True, False),
+}
+
+
+def read_hf_config(directory: Path) -> HFConfig:
+    """The config of a Hugging Face model directory; UserError where it is missing, unreadable or of no known family.
+
+    Code that comes with the directory never runs.
+    """
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory}: no config.json there; --hf-checkpoint takes a Hugging Face model directory")
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        known = ", ".join(FAMILIES)
+        raise UserError(f"{directory}/config.json: not a config relax can read ({error}); families: {known}") from None
+    _refuse_unsupported(config, where=f"{directory}/config.json")
+    return config
+
+
+def _refuse_unsupported(config: HFConfig, *, where: str) -> None:
+    if config.model_type not in FAMILIES:
+        raise UserError(f"{where}: model_type {config.model_type!r} is not supported; families: {', '.join(FAMILIES)}")
+    rope = config.rope_parameters
+    rules = {
+        f"hidden_act {config.hidden_act!r} (only silu)": config.hidden_act != "silu",
+        "attention_bias true": config.model_type != "qwen2" and bool(getattr(config, "attention_bias", False)),
+        "mlp_bias true": bool(getattr(config, "mlp_bias", False)),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) not in (None, 1.0),
+        f"rope_type {rope['rope_type']!r} (only default, linear, llama3)": rope["rope_type"]
+        not in ("default", "linear", "llama3"),
+    }
+    for what, present in rules.items():
+        if present:
+            raise UserError(f"{where}: {what} is not supported")
+
+
+def attention_window(config: HFConfig) -> int | None:
+    """The longest sequence [tokens] for which full attention equals the model's own; None where there is no limit."""
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if getattr(config, "use_sliding_window", config.model_type == "mistral") else None
+
+
+def inverse_frequencies(config: HFConfig) -> torch.Tensor:
+    """RoPE inverse frequencies [head_dim / 2], fp32 (Su 2021; scaled as the config says, by transformers' own functions)."""
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        inverse, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        return inverse.float()
+    dim = head_dim(config)
+    return 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+
+
+def head_dim(config: HFConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
+    """megatron-core's config for a Hugging Face one; parallel sizes come from the initialised parallel state.
+
+    `perform_initialization` stays on with no-op functions: off, megatron leaves parameters untagged as tensor-parallel and
+    their gradient norm is silently wrong. Fusions that need apex or Transformer Engine kernels are off.
+    """
+    qk_norm, qkv_bias = FAMILIES[config.model_type]
+    values: dict[str, Any] = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_dim(config),
+        "ffn_hidden_size": config.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": qkv_bias,
+        "qk_layernorm": qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "pipeline_dtype": dtype,
+        "use_cpu_initialization": True,
+        "init_method": _keep,
+        "output_layer_init_method": _keep,
+        "embedding_init_method": _keep,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,  # packs differ in length between micro-batches
+        "moe_token_dispatcher_type": "alltoall",  # the one that takes such packs
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+    }
+    return TransformerConfig(**{**values, **overrides})
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    """Initialise nothing: every weight is loaded."""
+    return weight
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019). megatron's torch norm refuses sequence parallelism; this one marks its
+    weight, so that its gradient is reduced over the tensor-parallel ranks that each saw part of the rows."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PreferenceModel(GPTModel):
+    """GPTModel over packed layouts; `forward(ids [1, rows], None, None, packed_seq_params=layout)` gives sequence scores."""
+
+    def __init__(self, config: TransformerConfig, hf_config: HFConfig, *, head: Head, vp_stage: int | None = None) -> None:
+        self.head: Head = head
+        self.real_vocab_size = hf_config.vocab_size
+        tensor_parallel = config.tensor_model_parallel_size
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_block_spec(config, vp_stage),
+            vocab_size=-(-hf_config.vocab_size // tensor_parallel) * tensor_parallel,
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            # A scalar head needs no output layer: megatron allocates none beside a tied embedding.
+            share_embeddings_and_output_weights=head == "scalar" or hf_config.tie_word_embeddings,
+            position_embedding_type="none",  # positions are the layout's, see _preprocess
+            vp_stage=vp_stage,
+        )
+        self.inverse_frequencies = inverse_frequencies(hf_config)  # not a buffer: it stays fp32 in a bf16 model
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        if self.head == "lm":
+            super().setup_embeddings_and_output_layer()
+            return
+        self.share_embeddings_and_output_weights = False
+        if self.post_process:
+            del self.output_layer
+            self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Any, ...]:
+        decoder_input, _, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        positions = packed_seq_params.positions
+        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        angles = torch.outer(positions.to(torch.float32), self.inverse_frequencies)
+        return (decoder_input, torch.cat((angles, angles), -1)[:, None, None, :], *rest)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: PackedLayout, **_: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:  # the head's backward already sums over the tensor-parallel ranks
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        rows = hidden_states[:, 0].index_select(0, packed_seq_params.score_rows)
+        values = self._target_logprobs(rows, packed_seq_params) if self.head == "lm" else self._rewards(rows)
+        scores = torch.segment_reduce(values, "sum", lengths=packed_seq_params.target_counts, initial=0, unsafe=True)
+        if self.config.context_parallel_size > 1:  # each rank scored its own rows: sum forward, identity backward
+            scores = reduce_from_tensor_model_parallel_region(scores, group=self.pg_collection.cp)
+        return scores
+
+    def _target_logprobs(self, rows: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return target_logprobs(
+            rows, weight, layout.targets, vocab_size=self.real_vocab_size, group=self.pg_collection.tp
+        )
+
+    def _rewards(self, rows: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return (rows.to(wide) * self.score.weight.to(wide)).sum(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        if self.head == "lm":
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        # GPTModel's own looks for an output layer.
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
