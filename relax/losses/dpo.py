@@ -1,4 +1,4 @@
-"""Direct preference optimisation: make the chosen answer likelier than the rejected one, relative to a frozen reference.
+"""Direct preference optimisation: chosen answers become likelier than rejected ones, relative to a frozen reference.
 
 Rafailov et al. 2023, "Direct Preference Optimization", equation 7. Invariants:
 - A policy equal to its reference gives ln 2 for every pair, and gradients of -beta/2 (chosen) and +beta/2 (rejected).

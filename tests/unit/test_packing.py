@@ -1,0 +1,183 @@
+"""Each invariant of the packer's docstring, on random and real-looking lengths."""
+
+import time
+
+import numpy as np
+import pytest
+
+from relax.packing import (
+    MicroBatch,
+    StepPlan,
+    laid_out_tokens,
+    pair_costs,
+    plan_step,
+    shares_prompt,
+)
+
+
+def random_lengths(num_pairs: int, *, seed: int, longest: int = 600) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, longest, size=(num_pairs, 3))
+
+
+def dialogue_lengths(num_pairs: int, *, seed: int) -> np.ndarray:
+    """Log-normal lengths with the mean, spread and cut of tokenized multi-turn dialogues (HH harmless, max 1024)."""
+    rng = np.random.default_rng(seed)
+    means, spreads, longest = (4.55, 3.4, 3.6), (0.85, 0.95, 0.95), (1024, 512, 512)
+    columns = [rng.lognormal(*moments, num_pairs) for moments in zip(means, spreads, strict=True)]
+    return np.stack(columns, axis=1).astype(np.int64).clip(1, longest)
+
+
+def tokens_of(microbatch: MicroBatch, lengths: np.ndarray) -> int:
+    pairs = list(microbatch.pairs)
+    return int(laid_out_tokens(lengths[pairs], np.array(microbatch.shared, dtype=bool)).sum())
+
+
+def rank_loads(plan: StepPlan, loads: np.ndarray) -> np.ndarray:
+    """A per-pair load summed over each rank, `[dp_size]`."""
+    return np.array([sum(loads[pair] for microbatch in rank for pair in microbatch.pairs) for rank in plan.ranks])
+
+
+@pytest.mark.parametrize("num_pairs", [0, 1, 2, 3, 7, 64, 200])
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
+@pytest.mark.parametrize(("max_tokens", "multiple"), [(400, 1), (2048, 4), (8192, 3), (10**9, 2)])
+def test_every_plan_keeps_the_invariants(num_pairs: int, dp_size: int, max_tokens: int, multiple: int):
+    lengths = random_lengths(num_pairs, seed=num_pairs + dp_size)
+    plan = plan_step(lengths, dp_size=dp_size, max_tokens=max_tokens, microbatch_multiple=multiple)
+    assert len(plan.ranks) == dp_size
+    counts = {len(rank) for rank in plan.ranks}
+    assert len(counts) == 1 and counts.pop() % multiple == 0 and len(plan.ranks[0]) >= 1
+    everything = [pair for rank in plan.ranks for microbatch in rank for pair in microbatch.pairs]
+    assert sorted(everything) == list(range(num_pairs))
+    sharing = shares_prompt(lengths)
+    for rank in plan.ranks:
+        sizes = [tokens_of(microbatch, lengths) for microbatch in rank]
+        assert sizes == sorted(sizes, reverse=True), "largest first, empty ones last"
+        for microbatch, size in zip(rank, sizes, strict=True):
+            assert size <= max_tokens or len(microbatch.pairs) == 1
+            assert list(microbatch.pairs) == sorted(microbatch.pairs)
+            assert microbatch.shared == tuple(bool(sharing[pair]) for pair in microbatch.pairs)
+
+
+def test_oversize_pairs_run_alone():
+    lengths = np.array([[10, 5, 5], [500, 300, 300], [20, 5, 5], [900, 1, 1], [10, 5, 5]])
+    (rank,) = plan_step(lengths, max_tokens=600).ranks
+    assert [microbatch.pairs for microbatch in rank] == [(1,), (3,), (0, 2, 4)]
+
+
+def test_ranks_without_pairs_get_empty_microbatches():
+    plan = plan_step(random_lengths(2, seed=0), dp_size=4, max_tokens=8192, microbatch_multiple=2)
+    filled = [[bool(microbatch.pairs) for microbatch in rank] for rank in plan.ranks]
+    assert filled == [[True, False], [True, False], [False, False], [False, False]]
+    assert plan.ranks[3] == (MicroBatch(), MicroBatch())
+
+
+def test_no_pairs_give_one_round_of_empty_microbatches():
+    plan = plan_step(np.zeros((0, 3), dtype=np.int64), dp_size=2, max_tokens=64, microbatch_multiple=2)
+    assert plan.ranks == ((MicroBatch(), MicroBatch()),) * 2
+
+
+def test_pairs_spread_over_the_microbatches_that_another_rank_needs():
+    """Every rank runs as many micro-batches as the neediest, so each spreads its pairs rather than idle."""
+    lengths = np.array([[0, 450, 450]] + [[0, 50, 50]] * 9)
+    plan = plan_step(lengths, dp_size=2, max_tokens=900, microbatch_multiple=3)
+    assert [[len(microbatch.pairs) for microbatch in rank] for rank in plan.ranks] == [[1, 0, 0], [3, 3, 3]]
+
+
+def test_a_tight_rank_keeps_its_best_fit():
+    """Sizes 6 5 4 3 2 into two of 10: spreading evenly puts 6 + 3 + 2 together, best fit finds 6 + 4 and 5 + 3 + 2."""
+    lengths = np.array([[0, size, 0] for size in (6, 5, 4, 3, 2)])
+    (rank,) = plan_step(lengths, max_tokens=10).ranks
+    assert [microbatch.pairs for microbatch in rank] == [(0, 2), (1, 3, 4)]
+
+
+def test_sharing_pays_by_token_ratio():
+    """(2P + C + R) / (P + C + R): 1.06 does not pay, 1.10 and more does; a missing prompt cannot be shared."""
+    lengths = np.array([[32, 256, 256], [99, 450, 450], [100, 450, 450], [600, 200, 200], [0, 10, 10]])
+    assert shares_prompt(lengths).tolist() == [False, False, True, True, False]
+
+
+def test_sharing_never_depends_on_the_plan():
+    lengths = random_lengths(64, seed=3)
+    expected = {pair: bool(shared) for pair, shared in enumerate(shares_prompt(lengths))}
+    for dp_size, max_tokens in ((1, 1200), (4, 4096), (7, 10**6)):
+        plan = plan_step(lengths, dp_size=dp_size, max_tokens=max_tokens)
+        flags = {p: s for rank in plan.ranks for m in rank for p, s in zip(m.pairs, m.shared, strict=True)}
+        assert flags == expected
+    for pair in (0, 63):
+        (alone,) = plan_step(lengths[[pair]], max_tokens=8192).ranks
+        assert alone[0].shared == (expected[pair],)
+
+
+def test_share_prompt_off_lays_every_prompt_out_twice():
+    lengths = random_lengths(50, seed=4)
+    plan = plan_step(lengths, dp_size=2, max_tokens=4096, share_prompt=False)
+    assert not any(shared for rank in plan.ranks for microbatch in rank for shared in microbatch.shared)
+    total = sum(tokens_of(microbatch, lengths) for rank in plan.ranks for microbatch in rank)
+    assert total == (lengths.sum() + lengths[:, 0].sum())
+
+
+def test_laid_out_tokens_and_costs_are_exact():
+    lengths = np.array([[10, 3, 4], [10, 3, 4]])
+    shared = np.array([True, False])
+    assert laid_out_tokens(lengths, shared).tolist() == [17, 27]
+    # Causal entries: prompt 55, chosen 6 + 30, rejected 10 + 40; the unshared pair pays the prompt's 55 twice.
+    assert pair_costs(lengths, shared, area_cost=0.5).tolist() == [17 + 141 / 2, 27 + 196 / 2]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_ranks_are_balanced_on_real_lengths(seed: int, share_prompt: bool):
+    """64 ranks, 512 pairs: the slowest within 3% of the mean cost."""
+    lengths = dialogue_lengths(512, seed=seed)
+    plan = plan_step(lengths, dp_size=64, max_tokens=8192, share_prompt=share_prompt)
+    shared = shares_prompt(lengths) & share_prompt
+    costs = rank_loads(plan, pair_costs(lengths, shared, area_cost=1 / 6144))
+    assert costs.max() <= 1.03 * costs.mean()
+
+
+@pytest.mark.parametrize("max_tokens", [1024, 2048, 4096, 8192])
+@pytest.mark.parametrize(("dp_size", "num_pairs"), [(1, 32), (8, 64), (64, 512)])
+def test_microbatches_stay_near_the_least_possible(max_tokens: int, dp_size: int, num_pairs: int):
+    """At most ceil(largest rank / budget) + 1 while pairs are small beside the budget."""
+    lengths = dialogue_lengths(num_pairs, seed=dp_size)
+    shared = shares_prompt(lengths)
+    sizes = laid_out_tokens(lengths, shared)
+    lengths[sizes > max_tokens / 4] //= 8
+    sizes = laid_out_tokens(lengths, shares_prompt(lengths))
+    plan = plan_step(lengths, dp_size=dp_size, max_tokens=max_tokens)
+    assert len(plan.ranks[0]) <= -(-rank_loads(plan, sizes).max() // max_tokens) + 1
+
+
+def test_the_plan_is_a_function_of_its_arguments():
+    lengths = random_lengths(300, seed=9)
+    first = plan_step(lengths, dp_size=4, max_tokens=3000)
+    assert first == plan_step(lengths.copy(), dp_size=4, max_tokens=3000)
+    assert first == plan_step(lengths.astype(np.int32), dp_size=4, max_tokens=3000)
+
+
+@pytest.mark.no_cover  # the tracer would be most of the time
+@pytest.mark.parametrize("dp_size", [1, 64])
+def test_planning_512_pairs_takes_under_two_milliseconds(dp_size: int):
+    lengths = dialogue_lengths(512, seed=1)
+    seconds = []
+    for _ in range(30):
+        start = time.process_time()
+        plan_step(lengths, dp_size=dp_size, max_tokens=8192)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        (np.zeros((3, 2), dtype=np.int64), {}, "shape"),
+        (np.zeros((3, 3)), {}, "integers"),
+        (np.array([[1, 2, -1]]), {}, "negative"),
+        (np.ones((1, 3), dtype=np.int64), {"dp_size": 0}, "dp_size=0"),
+        (np.ones((1, 3), dtype=np.int64), {"max_tokens": 0}, "max_tokens=0"),
+        (np.ones((1, 3), dtype=np.int64), {"microbatch_multiple": 0}, "microbatch_multiple=0"),
+    ],
+)
+def test_senseless_arguments_are_refused(lengths: np.ndarray, options: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        plan_step(lengths, **{"max_tokens": 8192, **options})
