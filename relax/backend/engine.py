@@ -1,0 +1,223 @@
+"""The engine: one model object that scores pairs, trains on them, and saves and restores itself.
+
+A step is megatron-core's own schedule over this rank's micro-batches in its per-token-loss mode with pairs as the tokens:
+losses are summed over pairs and gradients are divided once by the global pair count, so neither depends on how pairs are
+packed, accumulated or spread over ranks. Per-pair values come back as one table in the step's pair order, the same on every
+rank: metrics are means over its rows, never means of means.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from relax.backend.device import runs_on_device
+from relax.backend.layout import Pair, PackedLayout, build_layout
+from relax.backend.model import HFConfig, PreferenceModel, transformer_config
+from relax.backend.optimizer import OptimizerOptions, build_optimizer, build_scheduler
+from relax.backend.parallel import ParallelConfig
+from relax.losses import Loss, PairScores
+from relax.packing import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The pairs of one global step and where they go.
+
+    pairs: indexable by position in the step; references [num_pairs, 2]: reference log-probs of chosen and rejected, where
+    the loss needs them; margins [num_pairs].
+    """
+
+    pairs: Sequence[Pair]
+    plan: StepPlan
+    references: np.ndarray | None = None
+    margins: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """values [num_pairs, metrics], in the loss's `metric_names`; grad_norm before clipping; the learning rate used."""
+
+    values: np.ndarray
+    grad_norm: float
+    lr: float
+
+
+# (positions of the micro-batch's pairs, its scores [num_pairs, 2]) -> (loss to minimise, per-pair values [num_pairs, k])
+PairFunction = Callable[[tuple[int, ...], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Engine:
+    """One policy or reward model on this rank's device."""
+
+    def __init__(
+        self,
+        hf_config: HFConfig,
+        *,
+        loss: Loss,
+        device: torch.device,
+        dtype: torch.dtype,
+        parallel: ParallelConfig,
+        **config_overrides: Any,
+    ) -> None:
+        self.hf_config, self.loss, self.device, self.dtype, self.parallel = hf_config, loss, device, dtype, parallel
+        self._overrides = config_overrides
+        self.chunks: list[PreferenceModel] = self._build_chunks()
+        self.config = self.chunks[0].config
+        self.dp_size: int = parallel_state.get_data_parallel_world_size()
+        self.wrapped: list[DistributedDataParallel] = []
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+
+    @runs_on_device
+    def _build_chunks(self) -> list[PreferenceModel]:
+        stages = self.parallel.virtual_stages(self.hf_config.num_hidden_layers)
+        config = transformer_config(
+            self.hf_config,
+            dtype=self.dtype,
+            sequence_parallel=self.parallel.sequence,
+            virtual_pipeline_model_parallel_size=stages,
+            overlap_p2p_comm=stages is not None,  # batched exchange fails under the interleaved schedule
+            batch_p2p_comm=stages is None,
+            **self._overrides,
+        )
+        return [
+            PreferenceModel(config, self.hf_config, head=self.loss.head, vp_stage=stage).to(self.device)
+            for stage in (range(stages) if stages else [None])
+        ]
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """What the number of micro-batches must divide by: the interleaved schedule takes multiples of the pipeline size."""
+        return self.parallel.pipeline if self.parallel.layers_per_virtual_stage else 1
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters on this rank."""
+        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+
+    @runs_on_device
+    def prepare_training(self, options: OptimizerOptions) -> None:
+        """Allocate gradients, master weights and optimizer state for the weights as they are now."""
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=options.distributed,
+            overlap_grad_reduce=options.overlap,
+            overlap_param_gather=options.overlap and options.distributed,
+        )
+        self.wrapped = [
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.chunks)
+        ]
+        self.optimizer = build_optimizer(self.wrapped, options)
+        self.scheduler = build_scheduler(self.optimizer, options)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if options.overlap:
+            no_sync = [chunk.no_sync for chunk in self.wrapped]
+            self.config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+
+    def score(self, batch: Batch) -> np.ndarray:
+        """Scores [num_pairs, 2] of chosen and rejected: summed log-probs (lm head) or rewards (scalar head). No gradients."""
+
+        def raw(positions: tuple[int, ...], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return scores.sum(), scores
+
+        return self._run(batch, raw, width=2, train=False)
+
+    def evaluate(self, batch: Batch) -> np.ndarray:
+        """Per-pair metrics [num_pairs, metrics] of the loss, without gradients."""
+        return self._run(batch, partial(self._pair_losses, batch), width=len(self.loss.metric_names), train=False)
+
+    @runs_on_device
+    def train_step(self, batch: Batch) -> StepResult:
+        """One optimizer step on the mean loss of the batch's pairs."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        values = self._run(batch, partial(self._pair_losses, batch), width=len(self.loss.metric_names), train=True)
+        lr = self.optimizer.param_groups[0]["lr"]
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(1)
+        return StepResult(values=values, grad_norm=float(grad_norm), lr=float(lr))
+
+    def _pair_losses(
+        self, batch: Batch, positions: tuple[int, ...], scores: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def column(table: np.ndarray | None, *at: int) -> torch.Tensor | None:
+            if table is None:
+                return None
+            rows = table[(np.array(positions, dtype=np.int64), *at)]
+            return torch.as_tensor(rows, dtype=scores.dtype, device=scores.device)
+
+        chosen, rejected = scores.unbind(1)
+        losses, metrics = self.loss(
+            PairScores(
+                chosen=chosen,
+                rejected=rejected,
+                ref_chosen=column(batch.references, 0),
+                ref_rejected=column(batch.references, 1),
+                margin=column(batch.margins),
+            )
+        )
+        return losses.sum(), torch.stack([metrics[name] for name in self.loss.metric_names], 1)
+
+    @runs_on_device
+    def _run(self, batch: Batch, function: PairFunction, *, width: int, train: bool) -> np.ndarray:
+        """megatron's schedule over this rank's micro-batches; the per-pair values of all ranks, [num_pairs, width] fp64."""
+        plan = batch.plan.ranks[parallel_state.get_data_parallel_rank()]
+        work = [(micro.pairs, self._layout(batch, micro)) for micro in plan]
+        model = self.wrapped or self.chunks
+        speaks = parallel_state.get_context_parallel_rank() == 0
+
+        def forward_step(iterator: Iterator[tuple[tuple[int, ...], PackedLayout]], chunk: Any) -> Any:
+            positions, layout = next(iterator)
+            output = chunk(layout.ids[None], None, None, packed_seq_params=layout)
+
+            def loss_function(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                loss, values = function(positions, scores.view(-1, 2))
+                count = torch.tensor(len(positions) if speaks else 0, dtype=torch.int, device=self.device)
+                return loss, count, (positions, values.detach().double())
+
+            return output, loss_function
+
+        for chunk in model:
+            chunk.train(train)
+        with torch.set_grad_enabled(train):
+            results = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(work) for _ in model] if len(model) > 1 else iter(work),
+                model=model if len(model) > 1 else model[0],
+                num_microbatches=len(work),
+                seq_length=max(layout.ids.size(0) for _, layout in work),
+                micro_batch_size=1,
+                forward_only=not train,
+            )
+        return self._gather(results if speaks else [], num_pairs=len(batch.pairs), width=width)
+
+    def _layout(self, batch: Batch, micro: Any) -> PackedLayout:
+        return build_layout(
+            [batch.pairs[i] for i in micro.pairs],
+            micro.shared,
+            head=self.loss.head,
+            device=self.device,
+            multiple=self.parallel.tensor if self.parallel.sequence else 1,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=parallel_state.get_context_parallel_world_size(),
+        )
+
+    def _gather(self, results: list[tuple[tuple[int, ...], torch.Tensor]], *, num_pairs: int, width: int) -> np.ndarray:
+        """Each pair's values come from one rank; adding zeros to them changes no bit."""
+        table = torch.zeros(num_pairs, width, dtype=torch.float64, device=self.device)
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            for positions, values in results:
+                table[torch.tensor(positions, dtype=torch.int64, device=self.device)] = values
+        dist.all_reduce(table)
+        gathered: np.ndarray = table.cpu().numpy()
+        return gathered

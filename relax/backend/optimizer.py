@@ -1,0 +1,140 @@
+"""AdamW and its schedule: megatron-core's optimizer (fp32 master weights, clipping, distributed or not) and scheduler."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """AdamW (Loshchilov & Hutter 2019) and its learning-rate schedule over `total_steps` optimizer steps.
+
+    warmup_steps: linear from 0; decay_style: constant, linear, cosine or WSD (stable, then linear over the last fifth).
+    """
+
+    lr: float
+    min_lr: float
+    decay_style: str
+    warmup_steps: int
+    total_steps: int
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    clip_grad: float
+    distributed: bool
+    overlap: bool
+
+
+def build_optimizer(chunks: list[DistributedDataParallel], options: OptimizerOptions) -> Any:
+    """megatron's optimizer over the model chunks of this rank."""
+    dtype = chunks[0].module.config.params_dtype
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=options.lr,
+            min_lr=options.min_lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.beta1,
+            adam_beta2=options.beta2,
+            adam_eps=options.eps,
+            clip_grad=options.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=options.distributed,
+            overlap_param_gather=options.overlap and options.distributed,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if options.distributed and isinstance(part.optimizer, torch.optim.AdamW):
+            TorchAdamDistributedOptimizer.adopt(part)
+    return optimizer
+
+
+def build_scheduler(optimizer: Any, options: OptimizerOptions) -> OptimizerParamScheduler:
+    """The learning rate of step s (from 1) is the schedule's value after s - 1 steps; flags win over a checkpoint's values."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.warmup_steps,
+        lr_decay_steps=options.total_steps,
+        lr_decay_style=options.decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=options.total_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=max(1, options.total_steps // 5),
+        lr_wsd_decay_style="linear",
+    )
+
+
+def schedule_changes(saved: dict[str, Any], scheduler: OptimizerParamScheduler) -> list[str]:
+    """What a resumed run's schedule does otherwise than the checkpoint's: "max_lr 1e-06 -> 5e-07"."""
+    current = scheduler.state_dict()
+    return [
+        f"{name} {saved[name]} -> {value}"
+        for name, value in current.items()
+        if name != "num_steps" and name in saved and saved[name] != value
+    ]
+
+
+HYPER_PARAMETERS = ("lr", "min_lr", "max_lr", "weight_decay", "betas", "eps", "wd_mult", "start_wd", "end_wd")
+
+
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take moments, master weights and step counts from a checkpoint; keep the flags' hyper-parameters."""
+    kept = [{k: group[k] for k in HYPER_PARAMETERS if k in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update(values)
+
+
+class TorchAdamDistributedOptimizer(DistributedOptimizer):
+    """megatron's distributed optimizer over torch's AdamW (no Transformer Engine or apex).
+
+    torch keeps a `step` tensor per parameter, which megatron's sharded state does not expect: before the first step it
+    asserts, on load it misses the key, and afterwards it gives all parameters one shared tensor, which then counts every
+    parameter's update as a step.
+    """
+
+    @classmethod
+    def adopt(cls, optimizer: DistributedOptimizer) -> None:
+        """Turn a freshly built optimizer into this class and allocate its state."""
+        optimizer.__class__ = cls
+        for group in optimizer.optimizer.param_groups:
+            for p in group["params"]:
+                optimizer.optimizer.state[p] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+
+    def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        tensors = super()._get_main_param_and_optimizer_states(model_param)
+        tensors.pop("step", None)
+        return tensors
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        main.copy_(tensors["param"])
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.optimizer.state[main][name].copy_(tensors[name])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()

@@ -1,0 +1,122 @@
+"""Process groups: who holds which part of the model and of the data, and how the ranks agree."""
+
+import datetime
+import os
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from relax.backend.device import on_device
+from relax.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Sizes of the parallel dimensions; data parallelism takes what they leave of the world size."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    layers_per_virtual_stage: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    sequence: bool = False
+
+    def virtual_stages(self, num_layers: int) -> int | None:
+        """Model chunks per pipeline rank under the interleaved schedule; None without it."""
+        if self.layers_per_virtual_stage is None:
+            return None
+        return num_layers // self.pipeline // self.layers_per_virtual_stage
+
+
+def initialize(
+    config: ParallelConfig,
+    *,
+    device: torch.device,
+    seed: int,
+    virtual_stages: int | None = None,
+    timeout_minutes: float = 10,
+) -> None:
+    """Join the run (torchrun's environment variables, or a world of one) and build megatron-core's groups; seed everything."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = dist.TCPStore("127.0.0.1", _free_port(), 1, is_master=True)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    with on_device(device):
+        parallel_state.initialize_model_parallel(
+            config.tensor,
+            config.pipeline,
+            virtual_pipeline_model_parallel_size=virtual_stages,
+            context_parallel_size=config.context,
+            expert_model_parallel_size=config.expert,
+            expert_tensor_parallel_size=config.expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def shutdown() -> None:
+    """Leave the run; safe to call twice."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def main_rank_first(work: Callable[[], T]) -> T:
+    """Run `work` on each node's first rank, then on the others (which find its files); one rank's UserError is everyone's."""
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    result: list[T] = []
+
+    def attempt() -> None:
+        result.append(work())
+
+    agree(attempt if first else None)
+    agree(None if first else attempt)
+    return result[0]
+
+
+def agree(work: Callable[[], None] | None) -> None:
+    """Run `work` where there is any; if any rank met a UserError, raise the first one on all of them."""
+    problem = None
+    try:
+        if work is not None:
+            work()
+    except UserError as error:
+        problem = str(error)
+    problems = [problem]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    for text in problems:
+        if text is not None:
+            raise UserError(text)
+
+
+def any_rank(flag: int, device: torch.device) -> int:
+    """The largest `flag` over all ranks."""
+    value = torch.tensor([flag], device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return int(value.item())
