@@ -1,0 +1,208 @@
+"""What all commands share: value types that state their rule, a strict parser, and the exit code of a user's error.
+
+Invariants:
+- A value out of range dies while parsing, in one message that names the flag, the rule and the value.
+- An unknown flag is an error that names the nearest known one; no flag may be shortened.
+- A `UserError` is printed once, on rank 0, without a traceback, and the process exits with code 2 on every rank.
+"""
+
+import argparse
+import difflib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from relax.errors import UserError
+
+N = TypeVar("N", int, float)
+
+
+def run_command(main: Callable[[], object]) -> None:
+    """Run a command's `main`; a `UserError` becomes `relax: error: ...` on rank 0's standard error and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"relax: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wide columns, and `(default: ...)` after every help text whose flag has a default worth naming."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=40, width=min(shutil.get_terminal_size().columns, 120))
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        silent = action.default is None or action.default in ([], {}, argparse.SUPPRESS)
+        if silent or not action.option_strings or action.nargs == 0 or "default:" in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        metavar = action.metavar
+        if action.nargs == argparse.ONE_OR_MORE and isinstance(metavar, str):
+            return metavar if metavar.startswith("[") else f"{metavar} ..."  # argparse would repeat the word
+        return super()._format_args(action, default_metavar)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # a flag stays whole
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UserError` instead of exiting, for what argparse finds wrong and for unknown flags."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with argparse's message, the flag first."""
+        raise UserError(message.removeprefix("argument "))
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse all of `argv` (default: the process's); `UserError` for an argument that no flag takes."""
+        known, extras = self.parse_known_args(argv)
+        unknown = [extra for extra in extras if extra.startswith("-")]
+        if unknown:
+            raise UserError(self._unknown(unknown[0].partition("=")[0]))
+        if extras:
+            raise UserError(f"unexpected argument {extras[0]!r}: no flag takes it; see --help")
+        return known
+
+    def _unknown(self, flag: str) -> str:
+        flags = [option for option in self._option_string_actions if option.startswith("--")]
+        near = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
+        return f"unknown flag {flag}: " + (f"did you mean {near[0]}?" if near else "see --help for all flags")
+
+
+class EvalData(argparse.Action):
+    """Collects `--eval-prompt-data [NAME] PATH` into a dict from name to path."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Add one set. A name is part of metric names, so it is one plain word."""
+        *names, path = values
+        if len(names) > 1:
+            parser.error(f"{option_string} takes [NAME] PATH, not {len(values)} values; repeat the flag for each set")
+        name = names[0] if names else ""
+        if names and (not re.fullmatch(r"[\w.-]+", name) or Path(name).exists()):
+            parser.error(
+                f"{option_string} takes [NAME] PATH, and {name!r} is not a plain name; repeat the flag for each set"
+            )
+        sets = getattr(namespace, self.dest)
+        if name in sets:
+            which = f"the set {name!r}" if name else "the set without a name"
+            parser.error(f"{option_string} gives {which} twice ({sets[name]}, {path}); give each set its own name")
+        setattr(namespace, self.dest, {**sets, name: path})
+
+
+class Group:
+    """One titled group of flags, with a verb for each kind of value; each adds one flag."""
+
+    def __init__(self, parser: Parser, title: str) -> None:
+        self._add = parser.add_argument_group(title).add_argument
+
+    def switch(self, flag: str, help_: str) -> None:
+        """True when given; `--no-x` instead makes `x` False when given."""
+        dest = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+        self._add(flag, dest=dest, action="store_false" if flag.startswith("--no-") else "store_true", help=help_)
+
+    def pair(self, flag: str, default: bool, help_: str) -> None:
+        """`--x` or `--no-x`."""
+        self._add(flag, action=argparse.BooleanOptionalAction, default=default, help=help_)
+
+    def whole(self, flag: str, default: int | None, help_: str, *, at_least: int = 1) -> None:
+        """A whole number."""
+        self._add(flag, type=number(int, at_least=at_least), default=default, metavar="N", help=help_)
+
+    def real(
+        self, flag: str, default: float | None, help_: str, *, above: float | None = None, below: float | None = None
+    ) -> None:
+        """A finite number `>= 0`, or `> above`, and `< below`."""
+        kind = number(float, at_least=0.0 if above is None else None, above=above, below=below)
+        self._add(flag, type=kind, default=default, metavar="X", help=help_)
+
+    def text(self, flag: str, default: str | None, help_: str, *, metavar: str = "TEXT") -> None:
+        """A string as it is."""
+        self._add(flag, default=default, metavar=metavar, help=help_)
+
+    def directory(self, flag: str, help_: str, *, default: Path | None = None) -> None:
+        """A `Path`; whether it must exist is checked later."""
+        self._add(flag, type=Path, default=default, metavar="DIR", help=help_)
+
+    def choice(self, flag: str, choices: Sequence[str], default: str | None, help_: str) -> None:
+        """One of a few words."""
+        self._add(flag, choices=list(choices), default=default, help=help_)
+
+    def json(self, flag: str, kind: Callable[[str], dict[str, Any]], help_: str) -> None:
+        """A JSON object, parsed at once."""
+        self._add(flag, type=kind, default={}, metavar="JSON", help=help_)
+
+    def other(self, *flags: str, **options: Any) -> None:
+        """Anything else that argparse's `add_argument` can do."""
+        self._add(*flags, **options)
+
+
+def number(
+    kind: type[N],
+    *,
+    at_least: N | None = None,
+    above: N | None = None,
+    at_most: N | None = None,
+    below: N | None = None,
+) -> Callable[[str], N]:
+    """An argparse type: a finite number within the bounds; the message of a bad value states them all."""
+    limits = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
+    bounds = " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+    rule = f"must be a {'whole ' if kind is int else ''}number" + (f", {bounds}" if bounds else "")
+
+    def parse(text: str) -> N:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{rule}, not {text!r}") from None
+        inside = (
+            math.isfinite(value)
+            and (at_least is None or value >= at_least)
+            and (above is None or value > above)
+            and (at_most is None or value <= at_most)
+            and (below is None or value < below)
+        )
+        if not inside:
+            raise argparse.ArgumentTypeError(f"{rule}, not {text}")
+        return value
+
+    return parse
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, but {text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'must be a JSON object such as \'{{"key": "value"}}\', not {text!r}')
+    return value
+
+
+def string_map(text: str) -> dict[str, str]:
+    """An argparse type: a JSON object whose values are all strings."""
+    value = json_object(text)
+    for key, item in value.items():
+        if not isinstance(item, str):
+            raise argparse.ArgumentTypeError(f"must map strings to strings, but {key!r} maps to {item!r}")
+    return value
