@@ -37,11 +37,10 @@ NEEDS = (
     ("--profile-step-start", "--profile", "nothing is profiled otherwise"),
     ("--profile-step-end", "--profile", "nothing is profiled otherwise"),
 )
-# A flag with a value, and the Python package that it needs.
+# A flag and value, and the package that it needs, with the name of its module.
 PACKAGES = (
-    ("--attention-backend", "flash", "flash_attn", "flash-attn"),
-    ("--transformer-impl", "transformer_engine", "transformer_engine", "transformer-engine"),
-    ("--use-wandb", True, "wandb", "wandb"),
+    ("--attention-backend", "flash", "flash-attn", "flash_attn"),
+    ("--transformer-impl", "transformer_engine", "transformer-engine", "transformer_engine"),
 )
 
 
@@ -51,12 +50,9 @@ def check_combinations(args: argparse.Namespace) -> None:
         _require(_given(args, flag), f"{flag} is required; see --help")
     for flag, needed, why in NEEDS:
         _require(not _given(args, flag) or _given(args, needed), f"{flag} needs {needed}: {why}")
-    for flag, value, module, package in PACKAGES:
-        wanted = getattr(args, _dest(flag)) == value
-        _require(
-            not wanted or find_spec(module) is not None,
-            f"{flag} needs the Python package {package}: pip install {package}",
-        )
+    for flag, value, package, module in PACKAGES:
+        missing = getattr(args, _dest(flag)) == value and find_spec(module) is None
+        _require(not missing, f"{flag} {value} needs the package {package}: pip install {package}")
     _check_amounts(args)
     _check_recompute(args)
     if args.device == "cpu":
