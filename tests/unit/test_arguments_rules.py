@@ -208,9 +208,9 @@ LAYOUTS = [
     (f"{TP} 2", 2, {**DENSE, "vocab_size": 1}, f"{TP} 2 must not exceed the model's vocab_size (1): a rank would hold "
      "no token"),
     (f"{PP} 2 {CHUNK} 3", 2, DENSE, f"{CHUNK} 3 must divide the 4 layers of a pipeline stage (num_hidden_layers 8 / "
-     "{PP} 2) and be smaller, so that each rank gets several chunks"),
+     f"{PP} 2) and be smaller, so that each rank gets several chunks"),
     (f"{PP} 2 {CHUNK} 4", 2, DENSE, f"{CHUNK} 4 must divide the 4 layers of a pipeline stage (num_hidden_layers 8 / "
-     "{PP} 2) and be smaller, so that each rank gets several chunks"),
+     f"{PP} 2) and be smaller, so that each rank gets several chunks"),
     (f"{EP} 2", 2, DENSE, f"{EP} {NO_EXPERTS}"),
     (f"{TP} 2 {ETP} 1", 2, DENSE, f"{ETP} {NO_EXPERTS}"),
     ("--moe-aux-loss-coeff 0.01", 1, DENSE, f"--moe-aux-loss-coeff {NO_EXPERTS}"),
