@@ -12,6 +12,8 @@ which is what a bf16 kernel with fp32 accumulation computes.
 import contextlib
 import functools
 import os
+import resource
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -175,3 +177,31 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
 def is_main_rank() -> bool:
     """Whether this process speaks for the run (rank 0, or the only process)."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this process has held: allocated on the GPU, or resident on a CPU; GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+# Dense bf16 TFLOP/s from the vendors' data sheets; by the start of the device's name.
+_BF16_PEAKS = {"NVIDIA A100": 312.0, "NVIDIA H100": 989.0, "NVIDIA H200": 989.0, "NVIDIA B200": 2250.0}
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """What `perf/mfu` divides by where --peak-tflops does not say: the data sheet's peak of a known GPU in bf16, else the rate
+    measured here on square matrices of 2,048; TFLOP/s."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for start, peak in _BF16_PEAKS.items():
+            if name.startswith(start):
+                return peak
+    a = widened(torch.ones(2048, 2048, dtype=dtype, device=device))
+    best = float("inf")
+    for _ in range(3):
+        start_time = time.perf_counter()
+        float((a @ a)[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - start_time)
+    return 2 * 2048**3 / best / 1e12

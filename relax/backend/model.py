@@ -30,6 +30,7 @@ from relax.backend.attention import PackedAttention
 from relax.backend.layout import PackedLayout
 from relax.backend.logprobs import target_logprobs
 from relax.errors import UserError
+from relax.metrics import ModelShape
 
 Head = Literal["lm", "scalar"]
 HFConfig = transformers.PretrainedConfig
@@ -163,7 +164,9 @@ class RMSNorm(torch.nn.Module):
 class PreferenceModel(GPTModel):
     """GPTModel over packed layouts; `forward(ids [1, rows], None, None, packed_seq_params=layout)` gives sequence scores."""
 
-    def __init__(self, config: TransformerConfig, hf_config: HFConfig, *, head: Head, vp_stage: int | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, hf_config: HFConfig, *, head: Head, vp_stage: int | None = None
+    ) -> None:
         self.head: Head = head
         self.real_vocab_size = hf_config.vocab_size
         tensor_parallel = config.tensor_model_parallel_size
@@ -240,3 +243,17 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def model_shape(config: HFConfig, *, head: Head) -> ModelShape:
+    """What the model's FLOPs depend on."""
+    width = config.num_attention_heads * head_dim(config)
+    key_value = config.num_key_value_heads * head_dim(config)
+    hidden = config.hidden_size
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        layer_parameters=hidden * (2 * width + 2 * key_value) + 3 * hidden * config.intermediate_size,
+        attention_width=width,
+        hidden_size=hidden,
+        head_width=config.vocab_size if head == "lm" else 1,
+    )

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 class OptimizerOptions:
     """AdamW (Loshchilov & Hutter 2019) and its learning-rate schedule over `total_steps` optimizer steps.
 
-    warmup_steps: linear from 0; decay_style: constant, linear, cosine or WSD (stable, then linear over the last fifth).
+    warmup_steps: linear from 0; decay_style: constant, linear, cosine or WSD (stable, then linear over the last tenth).
     """
 
     lr: float
@@ -74,7 +74,7 @@ def build_scheduler(optimizer: Any, options: OptimizerOptions) -> OptimizerParam
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
-        wsd_decay_steps=max(1, options.total_steps // 5),
+        wsd_decay_steps=max(1, options.total_steps // 10),
         lr_wsd_decay_style="linear",
     )
 

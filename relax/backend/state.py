@@ -1,0 +1,83 @@
+"""What a checkpoint holds: sharded model and optimizer tensors, and plain values (scheduler, random states, step)."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from relax.backend.device import on_device
+from relax.backend.engine import Engine
+from relax.backend.optimizer import load_optimizer, schedule_changes
+
+
+def model_state(engine: Engine) -> dict[str, Any]:
+    """megatron's sharded tensors of the model, under names that no parallel layout changes."""
+    with on_device(engine.device):
+        chunks = [chunk.sharded_state_dict(metadata=_metadata()) for chunk in engine.chunks]
+    return {f"chunk{i}": state for i, state in enumerate(chunks)}
+
+
+def load_model_state(engine: Engine, state: dict[str, Any]) -> None:
+    """Take the model's tensors; the optimizer's master weights follow where there is one."""
+    with on_device(engine.device):
+        for i, chunk in enumerate(engine.chunks):
+            chunk.load_state_dict(state[f"chunk{i}"])
+        if engine.optimizer is not None:
+            engine.optimizer.reload_model_params()
+
+
+def training_state(engine: Engine, *, step: int, optimizer: bool, rng: bool, loading: bool) -> dict[str, Any]:
+    """Everything a resumed run needs, to save or, with `loading`, to load into."""
+    state: dict[str, Any] = {"model": model_state(engine), "step": step}
+    if optimizer:
+        with on_device(engine.device):
+            state["optimizer"] = engine.optimizer.sharded_state_dict(
+                state["model"], is_loading=loading, metadata=_metadata()
+            )
+        state["scheduler"] = engine.scheduler.state_dict()
+    if rng:
+        state["rng"] = _random_states()
+    return state
+
+
+def load_training_state(engine: Engine, state: dict[str, Any]) -> list[str]:
+    """Restore what `state` holds; returns what this run's schedule does otherwise than the checkpoint's."""
+    load_model_state(engine, state["model"])
+    changes: list[str] = []
+    if "optimizer" in state:
+        with on_device(engine.device):
+            load_optimizer(engine.optimizer, state["optimizer"])
+        changes = schedule_changes(state["scheduler"], engine.scheduler)
+        engine.scheduler.load_state_dict(state["scheduler"])
+    if "rng" in state:
+        _set_random_states(state["rng"])
+    return changes
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _random_states() -> dict[str, Any]:
+    """Training draws no random number once it has started (order, head and dropout are functions of flags), so one rank's
+    states serve all and any layout."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "python": [version, list(internal), gauss],
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))

@@ -1,0 +1,132 @@
+"""From a data set to the batches of a run: which pairs a step takes, how they are packed, which reference rows go along."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from relax.backend.engine import Batch, Engine
+from relax.data import PairDataset, batch_at_step
+from relax.metrics import Work
+from relax.packing import StepPlan, plan_step
+from relax.reference import ReferenceTable
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How any list of pairs becomes micro-batches on this run's ranks."""
+
+    dp_size: int
+    max_tokens: int
+    share_prompt: bool
+    microbatch_multiple: int
+    area_cost: float
+
+    def plan(self, lengths: np.ndarray) -> StepPlan:
+        """The plan of one step over lengths [num_pairs, 3]."""
+        return plan_step(
+            lengths,
+            dp_size=self.dp_size,
+            max_tokens=self.max_tokens,
+            share_prompt=self.share_prompt,
+            microbatch_multiple=self.microbatch_multiple,
+            area_cost=self.area_cost,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """The pairs of one step, read when asked for, so that a rank reads only its own."""
+
+    dataset: PairDataset
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.dataset[int(self.indices[position])]
+
+
+@dataclass(slots=True)
+class Batches:
+    """A data set in steps. Training shuffles by seed and epoch; evaluation goes through in order once."""
+
+    dataset: PairDataset
+    packing: Packing
+    batch_size: int
+    seed: int
+    shuffle: bool
+    table: ReferenceTable | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)
+
+    def indices(self, step: int) -> tuple[int, np.ndarray]:
+        """(epoch, pair indices) of a step, counted from 1."""
+        return batch_at_step(
+            step, num_pairs=len(self.dataset), batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle
+        )
+
+    def consumed(self, step: int) -> int:
+        """Pairs trained on after a step, over all epochs."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        return epochs * len(self.dataset) + steps * self.batch_size
+
+    def batch(self, indices: np.ndarray, *, with_reference: bool = True) -> Batch:
+        """The pairs at `indices`, packed; reference rows of pairs that lack them are an error."""
+        margins = self.dataset.margins
+        return Batch(
+            pairs=_Selection(self.dataset, indices),
+            plan=self.packing.plan(self.dataset.lengths[indices]),
+            references=self.table.take(indices) if self.table is not None and with_reference else None,
+            margins=margins[indices] if margins is not None else None,
+        )
+
+    def epoch(self) -> Iterator[np.ndarray]:
+        """The pair indices of each step of the first epoch."""
+        for step in range(1, self.steps_per_epoch + 1):
+            yield self.indices(step)[1]
+
+    def work(self, indices: np.ndarray, plan: StepPlan, *, scores_tokens: bool) -> Work:
+        """What the step computes, from its plan."""
+        shared = np.zeros(len(indices), dtype=bool)
+        for micro in (micro for rank in plan.ranks for micro in rank):
+            shared[list(micro.pairs)] = micro.shared
+        return Work.of(self.dataset.lengths[indices], shared, scores_tokens=scores_tokens)
+
+
+def fill_reference(engine: Engine, batches: Batches, *, steps: range, after_each: Callable[[], None]) -> int:
+    """Score with the engine's present weights (the reference's) what `steps` will use and the table lacks.
+
+    Pairs are scored in the packing of the first epoch, whose steps are computed whole, so that a policy that equals its
+    reference gives equal bits at that epoch's steps. Returns the number of pairs scored.
+    """
+    table = batches.table
+    assert table is not None
+    needed = np.zeros(len(batches.dataset), dtype=bool)
+    for step in steps:
+        needed[batches.indices(step)[1]] = True
+        if needed.all():
+            break
+    scored = 0
+    for indices in batches.epoch():
+        if len(table.missing(indices[needed[indices]])):
+            table.put(indices, engine.score(batches.batch(indices, with_reference=False)))
+            scored += len(indices)
+            after_each()
+    return scored
+
+
+def evaluate(engine: Engine, batches: Batches, *, prefix: str) -> dict[str, float]:
+    """Metrics over every pair of the set, as {prefix + name: mean over pairs}, and their number."""
+    values = [engine.evaluate(batches.batch(indices)) for indices in batches.epoch()]
+    names = [name for name in engine.loss.metric_names if not name.startswith("ref_")]
+    kept = [engine.loss.metric_names.index(name) for name in names]
+    means = np.concatenate(values).mean(axis=0)[kept]
+    return {
+        **{prefix + name: float(mean) for name, mean in zip(names, means, strict=True)},
+        prefix + "num_pairs": len(batches.dataset),
+    }

@@ -1,0 +1,318 @@
+"""What a training run is made of, put together in the order in which things can fail: flags, checkpoint, data, then weights.
+
+`Run` offers the loop its verbs. Everything that decides a number (order, packing, head, reference) is a function of flags,
+files and the step, so a resumed run needs the step alone.
+"""
+
+import argparse
+import math
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from relax.backend.checkpoint import find_checkpoint, save_checkpoint
+from relax.backend.device import is_main_rank, peak_memory_gib, peak_tflops, select_device
+from relax.backend.engine import Engine
+from relax.backend.export import export_hf
+from relax.backend.model import model_shape, read_hf_config
+from relax.backend.parallel import initialize, main_rank_first, shutdown
+from relax.backend.state import training_state
+from relax.batches import Batches, evaluate, fill_reference
+from relax.data import load_pairs
+from relax.loss_flags import build_loss
+from relax.metrics import pair_means, throughput
+from relax.reference import ReferenceTable, table_path
+from relax.report import curves, summary
+from relax.settings import (
+    check_model,
+    check_vocabulary,
+    data_options,
+    optimizer_options,
+    packing,
+    parallel_config,
+    recompute_options,
+    total_steps,
+)
+from relax.stopping import StopSignal
+from relax.tracking import Tracker, WandbOptions
+from relax.weights import WeightSource, check_reference, check_resume, load_weights, reference_identity, resume
+
+
+class Run:
+    """One `python -m relax.train`: data, model, optimizer, log, and the step that it stands at."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.tracker: Tracker | None = None
+        self.loss = build_loss(args)
+        self.device = select_device(args.device)
+        self.hf_config = read_hf_config(args.hf_checkpoint)
+        check_model(args, self.hf_config)
+        parallel = parallel_config(args)
+        initialize(
+            parallel,
+            device=self.device,
+            seed=args.seed,
+            virtual_stages=parallel.virtual_stages(self.hf_config.num_hidden_layers),
+            timeout_minutes=args.distributed_timeout_minutes,
+        )
+        self.resumed = find_checkpoint(args.load, step=args.ckpt_step, flag="--load") if args.load else None
+        self.start_step = self.resumed.step if self.resumed and not args.finetune else 0
+        self.engine = Engine(
+            self.hf_config,
+            loss=self.loss,
+            device=self.device,
+            dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            parallel=parallel,
+            **recompute_options(args),
+        )
+        self.packing = packing(args, dp_size=self.engine.dp_size, hidden_size=self.hf_config.hidden_size)
+        self.train_set = self._read(args.prompt_data, title="train") if args.prompt_data else None
+        self.eval_sets = {
+            name: self._read([path], title=f"eval {name}".rstrip()) for name, path in args.eval_prompt_data.items()
+        }
+        self.total_steps = total_steps(args, self.train_set)
+        self.trains = self.start_step < self.total_steps
+        self.evaluates_first = args.skip_train or self.start_step == 0
+        self.stop_signal = StopSignal()
+        self._prepare_weights()
+        self.shape = model_shape(self.hf_config, head=self.loss.head)
+        self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
+        self.tracker = self._open_tracker() if is_main_rank() else None
+
+    def _read(self, paths: list[str], *, title: str) -> Batches:
+        args = self.args
+        dataset = main_rank_first(
+            lambda: load_pairs(
+                paths,
+                tokenizer_dir=args.hf_checkpoint,
+                options=data_options(args, whole_render=self.loss.head == "scalar"),
+                cache_dir=args.data_cache_dir,
+                num_workers=args.num_workers,
+                title=title,
+            )
+        )
+        check_vocabulary(dataset, args, self.hf_config)
+        self.say(dataset.report.table())
+        return Batches(
+            dataset=dataset,
+            packing=self.packing,
+            batch_size=args.global_batch_size,
+            seed=args.seed,
+            shuffle=args.shuffle and title == "train",
+        )
+
+    def _prepare_weights(self) -> None:
+        """The reference's numbers first, while the model alone is in memory; then the policy's weights, then the optimizer."""
+        args, engine, info = self.args, self.engine, self.resumed
+        if info:
+            data = self.train_set.dataset.fingerprint if self.train_set and not args.finetune else None
+            check_resume(info, loss_type=args.loss_type, head=self.loss.head, fingerprint=data)
+        self.reference: dict[str, Any] | None = None
+        if self.loss.needs_reference or not info:
+            source = WeightSource(args.ref_load, args.ref_ckpt_step)
+            source.load(engine, flag="--ref-load", seed=args.seed)
+            if self.loss.needs_reference:
+                self.reference = reference_identity(engine, source)
+                if info and not args.finetune:
+                    check_reference(self.reference, info)
+                self._fill_tables()
+        if info:
+            load_weights(engine, info, flag="--load", seed=args.seed)
+        if self.trains:
+            engine.prepare_training(optimizer_options(args, self.total_steps))
+            if info and not args.finetune:
+                resume(engine, info, optimizer=args.load_optim, rng=args.load_rng, say=self.say)
+        self.say(
+            f"{args.loss_type}: {engine.num_parameters / 1e6:.1f} M parameters on {self.device}, step {self.start_step}"
+        )
+
+    def _fill_tables(self) -> None:
+        """Reference log-probs of the pairs that this run will use, from earlier runs' tables where they have them."""
+        steps = {"train": range(self.start_step + 1, self.total_steps + 1)} if self.trains and self.train_set else {}
+        sets = {
+            "train": self.train_set,
+            **{f"eval {name}".rstrip(): batches for name, batches in self.eval_sets.items()},
+        }
+        for title, batches in sets.items():
+            if batches is None or (title == "train" and title not in steps):
+                continue
+            path = table_path(self.args.data_cache_dir, self._numeric_identity(batches)) if is_main_rank() else None
+            batches.table = ReferenceTable(batches.dataset.hashes, path=path)
+            values = torch.from_numpy(batches.table.values).to(self.device)
+            dist.broadcast(values, src=0)
+            batches.table.values = values.cpu().numpy()
+            start = time.perf_counter()
+            used = steps.get(title, range(1, batches.steps_per_epoch + 1))
+            scored = fill_reference(self.engine, batches, steps=used, after_each=self._heed_signals)
+            self.say(
+                f"reference, {title}: {scored} pairs scored in {time.perf_counter() - start:.1f} s, the rest known"
+            )
+
+    def _heed_signals(self) -> None:
+        """Before training there is nothing to save but the reference table, which is written as it grows."""
+        if stopped := self.stop_signal.on_any_rank(self.device):
+            self.say(f"stopped by signal {stopped} before the first step")
+            sys.exit(128 + stopped)
+
+    def _numeric_identity(self, batches: Batches) -> dict[str, object]:
+        assert self.reference is not None
+        cuda = self.device.type == "cuda"
+        return {
+            "reference_sha256": self.reference["sha256"],
+            "data_fingerprint": batches.dataset.fingerprint,
+            "dtype": str(self.engine.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(self.device) if cuda else f"cpu, {torch.get_num_threads()} threads",
+            "torch": torch.__version__,
+            "world_size": dist.get_world_size(),
+            "parallel": str(self.engine.parallel),
+            "packing": str(batches.packing),
+            "batch_size": batches.batch_size,
+            "order": batches.seed if batches.shuffle else "as in the file",
+        }
+
+    def _open_tracker(self) -> Tracker:
+        args = self.args
+        wandb = None
+        if args.use_wandb:
+            wandb = WandbOptions(project=args.wandb_project, name=args.wandb_name, mode=args.wandb_mode)
+        margin = "reward_margin" if self.loss.head == "lm" else "score_margin"
+        return Tracker(
+            log_dir=args.log_dir,
+            exp_name=args.exp_name,
+            total_steps=self.total_steps,
+            start_step=0 if args.skip_train else self.start_step,
+            log_interval=args.log_interval,
+            headline=tuple(f"train/{args.loss_type}/{name}" for name in ("loss", "tie_aware_accuracy", margin)),
+            wandb=wandb,
+            tensorboard_dir=args.tensorboard_dir,
+            config=self.flags(),
+            bar=None,
+        )
+
+    def flags(self) -> dict[str, Any]:
+        """The parsed flags as plain values."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self.args).items()}
+
+    # The loop's verbs.
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """One optimizer step; its metrics."""
+        assert self.train_set is not None
+        start = time.perf_counter()
+        epoch, indices = self.train_set.indices(step)
+        batch = self.train_set.batch(indices)
+        waited = time.perf_counter() - start
+        result = self.engine.train_step(batch)
+        seconds = time.perf_counter() - start
+        if not math.isfinite(result.grad_norm):
+            raise FloatingPointError(
+                f"step {step}: the gradient norm is {result.grad_norm}; no checkpoint holds this step"
+            )
+        num_pairs = len(self.train_set.dataset)
+        consumed = self.train_set.consumed(step)
+        return {
+            "train/step": step,
+            "train/epoch": consumed / num_pairs,
+            "train/consumed_pairs": consumed,
+            **pair_means(result.values, self.loss.metric_names, prefix=f"train/{self.args.loss_type}/"),
+            "train/lr": result.lr,
+            "train/grad_norm": result.grad_norm,
+            **throughput(
+                self.train_set.work(indices, batch.plan, scores_tokens=self.loss.head == "lm"),
+                self.shape,
+                seconds=seconds,
+                num_pairs=len(indices),
+                world_size=dist.get_world_size(),
+                peak_tflops=self.peak_tflops,
+            ),
+            "perf/peak_memory_gib": peak_memory_gib(self.device),
+            "perf/data_wait_s": waited,
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Every evaluation set, whole."""
+        metrics: dict[str, float] = {}
+        for name, batches in self.eval_sets.items():
+            metrics |= evaluate(
+                self.engine, batches, prefix="/".join(filter(None, ("eval", name, self.args.loss_type))) + "_"
+            )
+        return metrics
+
+    def evaluates_after(self, step: int) -> bool:
+        return bool(self.eval_sets) and self._due(step, self.args.eval_interval)
+
+    def saves_after(self, step: int) -> bool:
+        return self._due(step, self.args.save_interval)
+
+    def _due(self, step: int, interval: int | None) -> bool:
+        return step == self.total_steps or (interval is not None and step % interval == 0)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self.tracker:
+            self.tracker.log(step, {"train/step": step, **metrics})
+
+    def say(self, text: str) -> None:
+        """Tell the user, once for all ranks."""
+        if is_main_rank():
+            (self.tracker.print if self.tracker else print)(text)
+
+    def save(self, step: int) -> None:
+        """A complete checkpoint of this step, and the Hugging Face export where asked."""
+        args = self.args
+        if args.save:
+            assert self.train_set is not None
+            record = {
+                "loss_type": args.loss_type,
+                "head": self.loss.head,
+                "step": step,
+                "consumed_pairs": self.train_set.consumed(step),
+                "num_pairs": len(self.train_set.dataset),
+                "data_fingerprint": self.train_set.dataset.fingerprint,
+                "arguments": self.flags(),
+                "versions": versions(),
+            }
+            files = {"relax_run.json": record}
+            if self.reference:
+                files["relax_dpo_reference.json"] = self.reference
+            state = training_state(self.engine, step=step, optimizer=args.save_optim, rng=args.save_rng, loading=False)
+            save_checkpoint(args.save, step=step, state=state, files=files, keep=args.keep_checkpoints)
+        if args.save_hf:
+            output = Path(args.save_hf.replace("{iteration}", str(step)))
+            export_hf(self.engine.chunks, self.hf_config, source=args.hf_checkpoint, output=output)
+
+    def stop(self, number: int, step: int) -> None:
+        """End after a saved step because of a signal."""
+        saved = (
+            f"saved in {self.args.save}; the same command resumes" if self.args.save else "nothing saved without --save"
+        )
+        self.say(f"stopped by signal {number} after step {step}: {saved}")
+        self._close()
+        sys.exit(128 + number)
+
+    def finish(self) -> None:
+        """Show the summary and draw the curves."""
+        if not self.trains and not self.args.skip_train:
+            self.say(
+                f"step {self.start_step} of {self.total_steps} is done: nothing left to train; raise --num-rollout to go on"
+            )
+        self._close()
+        if is_main_rank():
+            log = self.args.log_dir / f"{self.args.exp_name}.jsonl"
+            curves(log, self.args.log_dir / self.args.exp_name / "curves.png")
+            print(summary(log))
+
+    def _close(self) -> None:
+        if self.tracker:
+            self.tracker.close()
+        shutdown()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes the numbers."""
+    return {name: version(name) for name in ("relax", "torch", "megatron-core", "transformers", "numpy")}

@@ -1,0 +1,103 @@
+"""Where weights come from and what must agree before they are used.
+
+The policy starts from the complete checkpoint in `--load`, else from `--ref-load` of either kind, else from
+`--hf-checkpoint`. The frozen reference is identified by the SHA-256 of its weights in Hugging Face naming: the same for every
+layout and file format, recorded in each checkpoint, and required to be the same when a run resumes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax.backend.checkpoint import CheckpointInfo, find_checkpoint, load_checkpoint
+from relax.backend.engine import Engine
+from relax.backend.state import load_model_state, load_training_state, model_state, training_state
+from relax.backend.weights import initialize_score, load_hf_weights, weight_hashes
+from relax.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """A Hugging Face directory, or a Megatron checkpoint at a step (None: its latest complete one)."""
+
+    path: Path
+    step: int | None = None
+
+    def load(self, engine: Engine, *, flag: str, seed: int) -> None:
+        """Fill the model. A reward model's head comes along, or is initialised from the seed where a base model has none."""
+        if (self.path / "config.json").is_file():
+            load_hf_weights(engine.chunks, self.path, engine.hf_config, seed=seed)
+            return
+        info = find_checkpoint(self.path, step=self.step, flag=flag)
+        if info is None:
+            raise UserError(f"{flag} {self.path}: no complete checkpoint there")
+        load_weights(engine, info, flag=flag, seed=seed)
+
+
+def load_weights(engine: Engine, info: CheckpointInfo, *, flag: str, seed: int) -> None:
+    """Only the model's weights, from a Megatron checkpoint."""
+    head, state = engine.loss.head, model_state(engine)
+    if info.head == "scalar" and head == "lm":
+        raise UserError(f"{flag} {info.path}: a reward model's checkpoint; a policy needs one with an output layer")
+    new_head = head == "scalar" and info.head != "scalar"
+    if new_head:
+        for chunk in state.values():
+            chunk.pop("score.weight", None)
+    load_model_state(engine, load_checkpoint(info, {"model": state})["model"], strict=not new_head)
+    if new_head:
+        initialize_score(engine.chunks, engine.hf_config, seed=seed)
+
+
+def reference_identity(engine: Engine, source: WeightSource) -> dict[str, Any]:
+    """Hashes of the weights that the model holds now, with where they came from."""
+    return {"source": str(source.path), "step": source.step, **weight_hashes(engine.chunks, engine.hf_config)}
+
+
+def check_reference(identity: dict[str, Any], info: CheckpointInfo) -> None:
+    """Refuse to resume a run against another reference than the one it was trained with."""
+    saved = info.reference
+    if saved is None:
+        raise UserError(
+            f"--load {info.path}: no relax_dpo_reference.json there, so its reference is unknown; "
+            "start a new run from its weights with --finetune, or resume with --dpo-reference-free if it was trained so"
+        )
+    if saved["sha256"] != identity["sha256"]:
+        changed = [name for name, digest in identity["tensors"].items() if saved["tensors"].get(name) != digest]
+        raise UserError(
+            f"--load {info.path} was trained against the reference {saved['source']} (sha256 {saved['sha256'][:16]}), but "
+            f"--ref-load gives {identity['source']} (sha256 {identity['sha256'][:16]}): {len(changed)} tensors differ, first "
+            f"{changed[0] if changed else '(only their names)'}; give the same reference, or --finetune for a new run"
+        )
+
+
+def check_resume(info: CheckpointInfo, *, loss_type: str, head: str, fingerprint: str | None) -> None:
+    """Refuse a checkpoint of another objective, or a resumed run over other data; fingerprint None skips the data."""
+    saved = info.run.get("loss_type")
+    found = {"lm": "a language model", "scalar": "a reward model"}.get(info.head or "", f"head {info.head!r}")
+    if (saved is not None and saved != loss_type) or info.head != head:
+        raise UserError(
+            f"--load {info.path} holds {found}{f' trained with --loss-type {saved}' if saved else ''}, but this run has "
+            f"--loss-type {loss_type}; give another --load, or the matching --loss-type"
+        )
+    data = info.run.get("data_fingerprint")
+    if fingerprint is not None and data is not None and data != fingerprint:
+        raise UserError(
+            f"--load {info.path} was trained on data {data[:16]} ({info.run.get('num_pairs')} pairs), but --prompt-data gives "
+            f"{fingerprint[:16]}: the order of pairs would not continue; give the same data and limits, or --finetune"
+        )
+
+
+def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, say: Callable[[str], None]) -> None:
+    """Restore a training run from its checkpoint."""
+    for wanted, present, what, flag in (
+        (optimizer, info.has_optimizer, "optimizer state", "--no-load-optim"),
+        (rng, info.has_rng, "random number states", "--no-load-rng"),
+    ):
+        if wanted and not present:
+            raise UserError(
+                f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune"
+            )
+    state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True)
+    for change in load_training_state(engine, load_checkpoint(info, state)):
+        say(f"the schedule changed: {change}")
