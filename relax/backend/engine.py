@@ -156,6 +156,7 @@ class Engine:
             rows = table[(np.array(positions, dtype=np.int64), *at)]
             return torch.as_tensor(rows, dtype=scores.dtype, device=scores.device)
 
+        scores = scores.double()  # a few numbers: the loss is exact beside fp32 scores
         chosen, rejected = scores.unbind(1)
         losses, metrics = self.loss(
             PairScores(
