@@ -151,39 +151,44 @@ def load_hf_weights(chunks: Sequence[PreferenceModel], directory: Path, config: 
 def _load(
     chunks: Sequence[PreferenceModel], plan: list[_Entry], source: TensorFiles, config: HFConfig, *, seed: int
 ) -> None:
-    scalar, tied = chunks[0].head == "scalar", config.tie_word_embeddings
+    scalar = chunks[0].head == "scalar"
     expected = {name: shape for entry in plan for name, shape in zip(entry.names, entry.shapes, strict=True)}
     if scalar and SCORE not in source:
         del expected[SCORE]
-    source.check(expected, ignored={LM_HEAD} if scalar or tied else set())
-    rank = parallel_state.get_tensor_model_parallel_rank()
+        initialize_score(chunks, config, seed=seed)
+    source.check(expected, ignored={LM_HEAD} if scalar or config.tie_word_embeddings else set())
+    stage, rank = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     for entry in plan:
-        if entry.stage != parallel_state.get_pipeline_model_parallel_rank():
+        if entry.stage != stage or entry.names[0] not in expected:
             continue
-        chunk = chunks[entry.chunk]
-        parameter = chunk.get_parameter(entry.parameter)
-        if entry.names[0] not in expected:
-            parameter.data.copy_(_initial_score(config, seed=seed))
-            continue
-        axis = _SPLIT_AXIS[entry.kind]
-        for name, part in zip(entry.names, _parts(parameter, entry.kind, chunk.config), strict=True):
+        chunk, axis = chunks[entry.chunk], _SPLIT_AXIS[entry.kind]
+        parts = _parts(chunk.get_parameter(entry.parameter), entry.kind, chunk.config)
+        for name, part in zip(entry.names, parts, strict=True):
             size = 0 if axis is None else part.flatten(0, 1).size(axis)
             piece = source.read(name, axis=axis, first=rank * size, size=size)
             rows = piece.size(0) // part.size(0)
             part[:, :rows].copy_(piece.unflatten(0, (part.size(0), rows)))
             part[:, rows:].zero_()  # the vocabulary's padding
-            if name == EMBEDDING and tied and not scalar and LM_HEAD in source:
-                twin = source.read(LM_HEAD, axis=axis, first=rank * size, size=size)
-                if not torch.equal(piece, twin):
-                    raise UserError(
-                        f"{source.directory}: config.json ties the embeddings, but {LM_HEAD} differs from {EMBEDDING}; "
-                        "set tie_word_embeddings to false there, or remove the tensor"
-                    )
+            if name == EMBEDDING and not scalar and config.tie_word_embeddings and LM_HEAD in source:
+                _refuse_other(source, piece, source.read(LM_HEAD, axis=axis, first=rank * size, size=size))
 
 
-def _initial_score(config: HFConfig, *, seed: int) -> torch.Tensor:
-    weight = torch.empty(1, config.hidden_size, dtype=torch.float32)
-    return weight.normal_(0.0, config.initializer_range, generator=torch.Generator().manual_seed(seed))
+def _refuse_other(source: TensorFiles, embedding: torch.Tensor, output: torch.Tensor) -> None:
+    if not torch.equal(embedding, output):
+        raise UserError(
+            f"{source.directory}: config.json ties the embeddings, but {LM_HEAD} differs from {EMBEDDING}; "
+            "set tie_word_embeddings to false there, or remove the tensor"
+        )
+
+
+@torch.no_grad()
+def initialize_score(chunks: Sequence[PreferenceModel], config: HFConfig, *, seed: int) -> None:
+    """Draw the reward head from N(0, config.initializer_range), a function of the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.empty(1, config.hidden_size).normal_(0.0, config.initializer_range, generator=generator)
+    for chunk in chunks:
+        if chunk.head == "scalar" and chunk.post_process:
+            chunk.score.weight.copy_(weight)
 
 
 # megatron-core -> Hugging Face
