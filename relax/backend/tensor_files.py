@@ -5,11 +5,13 @@ alone. Nothing pickled is ever opened.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from relax.errors import UserError
 
@@ -86,3 +88,33 @@ def _weight_files(directory: Path) -> list[Path]:
             "convert them once: AutoModelForCausalLM.from_pretrained(directory).save_pretrained(new_directory)"
         )
     raise UserError(f"{directory}: no model.safetensors and no model.safetensors.index.json there")
+
+
+def write_tensors(
+    directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], *, shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor has its own) and their index."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(held, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        held[name] = tensor.contiguous()
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (directory / "0.safetensors").rename(directory / "model.safetensors")
+        return
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, file in enumerate(files):
+        (directory / f"{i}.safetensors").rename(directory / file)
+    where = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,166 @@
+"""Export to a directory that stock transformers loads: a policy by AutoModelForCausalLM, a reward model by
+AutoModelForSequenceClassification, with equal logits and scores.
+
+Strategy: rank 0 writes beside the output and renames at the end, so the output is whole or as it was. Tokenizer files
+are byte copies of the source's, but for a reward model's padding token. Stock pooling takes the last token that is not
+`pad_token_id`; where that id ends sequences (SmolLM2 pads with its end token) it would score the token before. There
+another token pads, in config.json and in the tokenizer's files alike, and a padded batch scores as its rows do.
+"""
+
+import contextlib
+import copy
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from relax.backend.device import is_main_rank
+from relax.backend.model import HFConfig, PreferenceModel
+from relax.backend.parallel import agree
+from relax.backend.tensor_files import write_tensors
+from relax.backend.weights import hf_tensors
+from relax.data.tokenizer import has_chat_template, load_tokenizer, probe_template, special_ids
+from relax.errors import UserError
+
+# By name, never by exclusion: a model directory may also hold code, other formats of the weights, or anything at all.
+_COPIED = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json",
+    "spiece.model", "chat_template*", "additional_chat_templates/*", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+_CARD_TAG = "tags:\n- relax\n"
+
+
+def export_hf(
+    chunks: Sequence[PreferenceModel],
+    config: HFConfig,
+    *,
+    source: Path,
+    output: Path,
+    loss_type: str | None = None,
+    step: int | None = None,
+) -> None:
+    """Write the model to `output`, replacing an earlier export there. Collective over all ranks.
+
+    source: the Hugging Face directory whose tokenizer the model was trained with. UserError, on every rank: see
+    `check_output`; the disk refuses.
+    """
+    tensors = hf_tensors(chunks, config)
+    details = [f"- base model: {source.resolve().name}"]
+    details += [f"- loss: {loss_type}"] if loss_type is not None else []
+    details += [f"- step: {step}"] if step is not None else []
+
+    def work() -> None:
+        try:
+            if is_main_rank():
+                with _replacing(output, source=source) as directory:
+                    write_tensors(directory, ((name, tensor) for name, tensor in tensors if tensor is not None))
+                    _write_rest(directory, chunks[0], config, source=source, details=details)
+        finally:
+            for _ in tensors:  # every rank gathers to the end, also behind an error
+                pass
+
+    agree(work)
+
+
+def check_output(output: Path, *, source: Path) -> None:
+    """UserError unless an export may go to `output`: nothing, an empty directory, or an earlier export stands there."""
+    if output.resolve() == source.resolve():
+        raise UserError(f"{output}: the model's source itself; export to another directory")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    card = output / "README.md"
+    if not card.is_file() or _CARD_TAG not in card.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"{output}: exists and is not an export of relax; export to another directory")
+
+
+@contextlib.contextmanager
+def _replacing(output: Path, *, source: Path) -> Iterator[Path]:
+    """A directory to write, which takes the output's place when the block ends well."""
+    check_output(output, source=source)
+    aside, old = (output.parent / f".{output.name}.{what}" for what in ("partial", "old"))
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        shutil.rmtree(old, ignore_errors=True)
+        if output.exists():
+            output.rename(old)
+        aside.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{output}: the export cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_rest(directory: Path, model: PreferenceModel, config: HFConfig, *, source: Path, details: list[str]) -> None:
+    """Everything but the weights."""
+    scalar = model.head == "scalar"
+    for file in sorted({file for pattern in _COPIED for file in source.glob(pattern) if file.is_file()}):
+        target = directory / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
+    exported = copy.deepcopy(config)
+    names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if scalar else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    exported.architectures = [names[config.model_type]]
+    exported.dtype = model.config.params_dtype
+    if hasattr(exported, "quantization_config"):  # the weights here are not quantized, whatever the source's were
+        del exported.quantization_config
+    if scalar:
+        exported.num_labels = 1
+        exported.pad_token_id = _set_padding(directory, config)
+        if exported.pad_token_id is None:
+            details = [*details, "- no token can pad safely: score one sequence at a time"]
+    elif (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", directory / "generation_config.json")
+    exported.save_pretrained(directory)
+    kind, auto = ("Reward model", "SequenceClassification") if scalar else ("Policy", "CausalLM")
+    text = f"# {kind}\n\nTrained on preference pairs with relax. Load it with `AutoModelFor{auto}.from_pretrained`.\n\n"
+    head = f"---\nlibrary_name: transformers\n{_CARD_TAG}---\n\n"
+    (directory / "README.md").write_text(head + text + "\n".join(details) + "\n", encoding="utf-8")
+
+
+def _set_padding(directory: Path, config: HFConfig) -> int | None:
+    """Choose the id that pads a reward model's batches and make the tokenizer in `directory` pad with it."""
+    if not (directory / "tokenizer_config.json").is_file():
+        return None if config.pad_token_id in _ends(config.eos_token_id) else config.pad_token_id
+    tokenizer = load_tokenizer(directory)
+    token_id = padding_id(tokenizer, config)
+    if token_id is not None and token_id != tokenizer.pad_token_id:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            file = directory / name
+            if file.is_file():
+                values = {**json.loads(file.read_text()), "pad_token": tokenizer.convert_ids_to_tokens(token_id)}
+                file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    return token_id
+
+
+def padding_id(tokenizer: Any, config: HFConfig) -> int | None:
+    """An id with which no sequence ends, and which the embedding has; None where the tokenizer knows none.
+
+    The tokenizer's own padding token if it qualifies; else a special token that is named for padding; else the unknown
+    token (byte-level and byte-fallback tokenizers never produce it); else any special token but those that begin or
+    end a text or a turn.
+    """
+    ends = _ends(config.eos_token_id) | _ends(tokenizer.eos_token_id)
+    if has_chat_template(tokenizer, {}):
+        with contextlib.suppress(UserError):  # a template that renders nothing ends nothing
+            ends.add(probe_template(tokenizer, template_kwargs={}).end_id)
+    special = sorted(special_ids(tokenizer) - _ends(tokenizer.bos_token_id))
+    named = [i for i in special if "pad" in tokenizer.convert_ids_to_tokens(i).lower()]
+    candidates = [tokenizer.pad_token_id, *named, tokenizer.unk_token_id, *special]
+    return next((i for i in candidates if i is not None and i not in ends and i < config.vocab_size), None)
+
+
+def _ends(eos_token_id: int | list[int] | None) -> set[int]:
+    """A config's end ids: it may have none, one or several."""
+    if eos_token_id is None:
+        return set()
+    return set(eos_token_id) if isinstance(eos_token_id, list) else {eos_token_id}
