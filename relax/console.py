@@ -1,0 +1,95 @@
+"""What a person sees of a run: a progress bar on a terminal, else a plain line every few steps; evaluations always.
+
+Invariants: the headline (loss, accuracy, margin), pairs/s and the time left are in both forms; the first step, the last
+one and every evaluation have a line, whatever the interval; text printed in between never breaks the bar.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+
+from tqdm import tqdm
+
+BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
+
+
+class Console:
+    """Shows steps of `total_steps`, of which `start_step` are done. bar None: a bar if standard error is a terminal."""
+
+    def __init__(
+        self,
+        *,
+        title: str,
+        total_steps: int,
+        start_step: int,
+        log_interval: int,
+        headline: tuple[str, ...],
+        bar: bool | None,
+    ) -> None:
+        self._total, self._interval, self._headline = total_steps, log_interval, headline
+        self._first: tuple[int, float] | None = None  # the first step shown, and when
+        self._bar: tqdm[None] | None = None
+        wanted = sys.stderr.isatty() if bar is None else bar
+        if wanted and total_steps > start_step:
+            self._bar = tqdm(total=total_steps, initial=start_step, desc=title, bar_format=BAR, dynamic_ncols=True)
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show one step's metrics: `train/*`, `perf/pairs_per_s`, `eval/*`, whichever there are."""
+        now = time.monotonic()
+        trained = self._headline[0] in metrics if self._headline else False
+        if trained and self._bar is not None:
+            self._bar.set_postfix_str(", ".join((*self._headlines(metrics), _pace(metrics))), refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif trained and (step % self._interval == 0 or step == self._total or self._first is None):
+            optimizer = f"lr {metrics['train/lr']:.2e}, grad norm {metrics['train/grad_norm']:.3g}"
+            parts = (*self._headlines(metrics), optimizer, _pace(metrics), *self._time_left(step, now))
+            self.print(f"step {step}/{self._total}: {', '.join(parts)}")
+        if trained and self._first is None:
+            self._first = (step, now)
+        for line in self._evaluations(step, metrics):
+            self.print(line)
+
+    def print(self, text: str) -> None:
+        """Print text, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _headlines(self, metrics: Mapping[str, float]) -> list[str]:
+        return [_show(key.rpartition("/")[2], metrics[key]) for key in self._headline if key in metrics]
+
+    def _time_left(self, step: int, now: float) -> list[str]:
+        """At the mean pace since the first step, evaluations and checkpoints included."""
+        if self._first is None:
+            return []
+        steps = step - self._first[0]
+        return [f"{tqdm.format_interval((now - self._first[1]) / steps * (self._total - step))} left"]
+
+    def _evaluations(self, step: int, metrics: Mapping[str, float]) -> Iterable[str]:
+        """One line per evaluation set: of `eval/[NAME/]LOSS_METRIC`, the metrics that the headline names."""
+        wanted = [key.split("/")[1:] for key in self._headline]
+        for prefix in dict.fromkeys(key.rpartition("/")[0] for key in metrics if key.startswith("eval/")):
+            keys = {name: f"{prefix}/{loss}_{name}" for loss, name in wanted}
+            shown = [_show(name, metrics[key]) for name, key in keys.items() if key in metrics]
+            if shown:
+                yield f"{prefix.replace('/', ' ')} at step {step}: {', '.join(shown)}"
+
+
+def _pace(metrics: Mapping[str, float]) -> str:
+    return f"{metrics['perf/pairs_per_s']:.3g} pairs/s"
+
+
+def _show(name: str, value: float) -> str:
+    if name.endswith("accuracy"):
+        return f"accuracy {value:.3f}"
+    if name.endswith("margin"):
+        return f"margin {value:+.4f}"
+    return f"{name.replace('_', ' ')} {value:.4f}"
