@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# From a fresh machine to a trained model in one command: an environment with pinned dependencies, SmolLM2-135M-Instruct,
+# 255 real pairs, DPO with evaluation before and after on 44 held-out ones, a summary and curves. Run again, it resumes, or
+# says that it is done. The variables of scripts/training/common.sh change any of it; NUM_GPUS defaults to 1 where there is
+# a GPU, else to 0. Paths are relative to the project's root; arguments go to the trainer.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+source scripts/training/common.sh
+make_environment quickstart
+
+if [[ -z ${HF_CHECKPOINT:-} ]]; then
+    HF_CHECKPOINT=quickstart/SmolLM2-135M-Instruct
+    [[ -e $HF_CHECKPOINT ]] || python scripts/data/prepare_smollm2.py --output-dir "$HF_CHECKPOINT"
+fi
+if [[ -z ${PROMPT_DATA:-} && ! (-e quickstart/demo_train.jsonl && -e quickstart/demo_eval.jsonl) ]]; then
+    python scripts/data/prepare_demo_pairs.py --output-dir quickstart
+fi
+
+SAVE_DIR=${SAVE_DIR:-quickstart/checkpoints}
+EXP_NAME=${EXP_NAME:-quickstart}
+NUM_GPUS=${NUM_GPUS:-$(python -c 'import torch; print(min(torch.cuda.device_count(), 1))')}
+NUM_ROLLOUT=${NUM_ROLLOUT:-32}
+GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-8}
+MAX_TOKENS_PER_GPU=${MAX_TOKENS_PER_GPU:-4096}
+LR=${LR:-1e-5}
+SAVE_INTERVAL=${SAVE_INTERVAL:-16}
+EVAL_INTERVAL=${EVAL_INTERVAL:-16}
+
+use_environment
+find_model HuggingFaceTB/SmolLM2-135M-Instruct main
+find_pairs quickstart/demo_train.jsonl quickstart/demo_eval.jsonl
+set_launcher
+
+MODEL_ARGS=(
+    --hf-checkpoint "$HF_CHECKPOINT"
+    --load "$SAVE_DIR/$EXP_NAME"
+    --save "$SAVE_DIR/$EXP_NAME"
+    --save-interval "$SAVE_INTERVAL"
+    --keep-checkpoints 1
+    --save-hf "$SAVE_DIR/$EXP_NAME-hf"
+)
+LOSS_ARGS=(
+    --loss-type dpo
+    --dpo-beta 0.1
+)
+DATA_ARGS=(
+    --prompt-data "$PROMPT_DATA"
+    --preference-max-length 384
+    --preference-max-completion-length 192
+)
+EVAL_ARGS=(${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA" --eval-interval "$EVAL_INTERVAL"})
+TRAIN_ARGS=(
+    --num-rollout "$NUM_ROLLOUT"
+    --global-batch-size "$GLOBAL_BATCH_SIZE"
+    --max-tokens-per-gpu "$MAX_TOKENS_PER_GPU"
+    --lr "$LR"
+)
+
+# The tracker is written when a checkpoint is whole, the curves after the last evaluation.
+done=$(cat "$SAVE_DIR/$EXP_NAME/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+if ((done >= NUM_ROLLOUT)) && [[ -e log/$EXP_NAME/curves.png ]]; then
+    python -m relax.report "log/$EXP_NAME.jsonl"
+    echo "Done already: $SAVE_DIR/$EXP_NAME has all $NUM_ROLLOUT steps. Raise NUM_ROLLOUT to go on, or set EXP_NAME for a new run."
+else
+    launch "${MODEL_ARGS[@]}" "${LOSS_ARGS[@]}" "${DATA_ARGS[@]}" "${EVAL_ARGS[@]}" "${TRAIN_ARGS[@]}" \
+        "${DEVICE_ARGS[@]}" --exp-name "$EXP_NAME" "$@"
+fi
+echo "Curves: log/$EXP_NAME/curves.png   Metrics: log/$EXP_NAME.jsonl   Model: $SAVE_DIR/$EXP_NAME-hf"

@@ -1,0 +1,106 @@
+# Sourced by the run scripts: their inputs, and how the trainer starts and stops. Paths are relative to where you are.
+#
+# Environment of every run script:
+#   HF_CHECKPOINT                     model directory; or MODEL_DIR, which holds it, with MODEL_REVISION
+#   PROMPT_DATA, EVAL_PROMPT_DATA     pairs to train on and to evaluate on (empty: no evaluation)
+#   SAVE_DIR, EXP_NAME                checkpoints go to SAVE_DIR/EXP_NAME, logs to log/EXP_NAME*; the same command resumes
+#   NUM_GPUS                          processes on this node, one GPU each; 0 means one process on the CPU
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for more than one node
+#   NUM_ROLLOUT, GLOBAL_BATCH_SIZE, MAX_TOKENS_PER_GPU, LR, SAVE_INTERVAL, EVAL_INTERVAL
+
+fail() {
+    echo "$(basename "$0"): $*" >&2
+    exit 2
+}
+
+# The environment in use if torch is in it, else the project's .venv.
+use_environment() {
+    local root
+    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+    if ! python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' 2>/dev/null; then
+        [[ -x $root/.venv/bin/python ]] || fail "no Python with torch: activate one, or run bash $root/scripts/test.sh"
+        export PATH=$root/.venv/bin:$PATH
+    fi
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+}
+
+# find_model REPOSITORY REVISION: HF_CHECKPOINT, or the model in MODEL_DIR (itself, a directory of models, or a hub cache).
+find_model() {
+    local repository=$1 revision=${MODEL_REVISION:-$2} directory=${MODEL_DIR:-models} candidate
+    local by_name=$directory/${repository#*/} cached=$directory/models--${repository/\//--}/snapshots/$revision
+    if [[ -z ${HF_CHECKPOINT:-} ]]; then
+        for candidate in "$cached" "$by_name" "$directory"; do
+            [[ -e $candidate/config.json ]] && HF_CHECKPOINT=$candidate && break
+        done
+        [[ -n ${HF_CHECKPOINT:-} ]] || fail "no model: set HF_CHECKPOINT to its directory, or run" \
+            "hf download $repository --revision $revision --local-dir $by_name"
+    fi
+    [[ -e $HF_CHECKPOINT/config.json ]] || fail "HF_CHECKPOINT=$HF_CHECKPOINT has no config.json"
+}
+
+# find_pairs TRAIN EVAL: the defaults of PROMPT_DATA and EVAL_PROMPT_DATA; your own training pairs come without EVAL.
+find_pairs() {
+    local path
+    if [[ -z ${PROMPT_DATA:-} ]]; then
+        PROMPT_DATA=$1
+        EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA-$2}
+    fi
+    EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-}
+    for path in "$PROMPT_DATA" ${EVAL_PROMPT_DATA:+"$EVAL_PROMPT_DATA"}; do
+        [[ -e $path || -e ${path}_packed_chosen_input_ids_document.idx ]] || fail "no pairs at $path: set PROMPT_DATA and" \
+            "EVAL_PROMPT_DATA, or run python scripts/data/prepare_ultrafeedback_preferences.py --output-dir $(dirname "$1")"
+    done
+}
+
+# set_launcher: LAUNCHER starts the trainer (torchrun where there are several processes), DEVICE_ARGS are its flags.
+set_launcher() {
+    local nodes=${NNODES:-1} processes
+    [[ $NUM_GPUS =~ ^[0-9]+$ ]] || fail "NUM_GPUS=$NUM_GPUS must be a whole number; 0 means CPU"
+    [[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$nodes must be a whole number, at least 1"
+    DEVICE_ARGS=(--device "$( ((NUM_GPUS)) && echo cuda || echo cpu)")
+    processes=$((NUM_GPUS ? NUM_GPUS : 1))
+    LAUNCHER=(python)
+    ((nodes * processes > 1)) || return 0
+    # A worker has two minutes to finish its step and save when a signal comes.
+    LAUNCHER+=(-m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes"
+        --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout 120)
+    if ((nodes == 1)); then
+        LAUNCHER+=(--standalone)
+    else
+        [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nodes needs NODE_RANK and MASTER_ADDR on every node"
+        LAUNCHER+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+    fi
+}
+
+# launch FLAGS...: train, with a copy of the output in log/EXP_NAME-<time>.log. The status is the trainer's own. SIGTERM,
+# SIGINT and SIGUSR1 are passed on to it, so that it saves and stops; a closed terminal counts as SIGTERM.
+launch() {
+    local log code=0 status trainer='' signalled='' writer
+    log=log/$EXP_NAME-$(date +%Y%m%d-%H%M%S).log
+    mkdir -p log
+    exec 3> >(trap '' HUP INT TERM USR1; exec tee "$log") # outlives the signals, or the trainer loses its output
+    writer=$!
+    echo "Logging to $log" >&3
+    trap 'forward TERM' TERM HUP
+    trap 'forward INT' INT
+    trap 'forward USR1' USR1
+    set -m # a process group of its own: Ctrl-C reaches the trainer once, through this script
+    "${LAUNCHER[@]}" -m relax.train "$@" </dev/null >&3 2>&1 &
+    trainer=$!
+    set +m
+    while :; do # a signal ends `wait` early; 127 means that the trainer's status was taken before
+        signalled='' status=0
+        wait "$trainer" 2>/dev/null || status=$?
+        ((status == 127)) || code=$status
+        [[ -n $signalled && $status != 127 ]] || break
+    done
+    trap - TERM HUP INT USR1
+    exec 3>&-
+    wait "$writer" || true
+    return "$code"
+}
+
+forward() {
+    signalled=$1
+    [[ -z $trainer ]] || kill -s "$1" "$trainer" 2>/dev/null || true
+}

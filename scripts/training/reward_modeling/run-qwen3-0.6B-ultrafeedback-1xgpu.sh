@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# A reward model from Qwen3-0.6B and 4,096 UltraFeedback pairs, on one GPU. ../common.sh describes the variables;
+# arguments go to the trainer: `bash scripts/training/reward_modeling/run-qwen3-0.6B-ultrafeedback-1xgpu.sh --seed 7`.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+
+SAVE_DIR=${SAVE_DIR:-checkpoints}
+EXP_NAME=${EXP_NAME:-qwen3-0.6B-ultrafeedback-rm}
+NUM_GPUS=${NUM_GPUS:-1}
+NUM_ROLLOUT=${NUM_ROLLOUT:-200}
+GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-32}
+MAX_TOKENS_PER_GPU=${MAX_TOKENS_PER_GPU:-8192}
+LR=${LR:-1e-5}
+SAVE_INTERVAL=${SAVE_INTERVAL:-50}
+EVAL_INTERVAL=${EVAL_INTERVAL:-200}
+
+use_environment
+find_model Qwen/Qwen3-0.6B c1899de289a04d12100db370d81485cdf75e47ca
+find_pairs data/ultrafeedback/ultrafeedback_train.jsonl data/ultrafeedback/ultrafeedback_eval.jsonl
+set_launcher
+
+MODEL_ARGS=(
+    --hf-checkpoint "$HF_CHECKPOINT"
+    --load "$SAVE_DIR/$EXP_NAME"
+    --save "$SAVE_DIR/$EXP_NAME"
+    --save-interval "$SAVE_INTERVAL"
+)
+LOSS_ARGS=(
+    --loss-type rm
+)
+DATA_ARGS=(
+    --prompt-data "$PROMPT_DATA"
+    --preference-max-length 1024
+    --preference-max-completion-length 512
+)
+EVAL_ARGS=(${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA" --eval-interval "$EVAL_INTERVAL"})
+TRAIN_ARGS=(
+    --num-rollout "$NUM_ROLLOUT"
+    --global-batch-size "$GLOBAL_BATCH_SIZE"
+    --max-tokens-per-gpu "$MAX_TOKENS_PER_GPU"
+    --bf16
+)
+OPTIMIZER_ARGS=(
+    --lr "$LR"
+    --min-lr 0
+    --lr-decay-style cosine
+    --weight-decay 0
+    --adam-beta1 0.9
+    --adam-beta2 0.999
+    --clip-grad 1.0
+)
+LOG_ARGS=(
+    --exp-name "$EXP_NAME"
+)
+
+launch "${MODEL_ARGS[@]}" "${LOSS_ARGS[@]}" "${DATA_ARGS[@]}" "${EVAL_ARGS[@]}" "${TRAIN_ARGS[@]}" \
+    "${OPTIMIZER_ARGS[@]}" "${DEVICE_ARGS[@]}" "${LOG_ARGS[@]}" "$@"
