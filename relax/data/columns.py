@@ -1,0 +1,103 @@
+"""Which column of a file plays which part.
+
+A name comes from, in this order: an explicit key flag, `--conversation-key-map`, our own name, a usual synonym.
+Invariant: one column plays one part, and a part asked for by flag that the file lacks is an error listing what it has.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax.data.options import DataOptions
+from relax.data.rows import Row
+from relax.errors import UserError
+
+# Parts, with the names under which published data sets keep them.
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "prompt": ("question", "instruction"),
+    "query": ("input",),
+    "system": (),
+    "history": (),
+    "chosen": (),
+    "rejected": (),
+    "conversations": (),
+    "tools": (),
+    "margin": (),
+    "chat_template_kwargs": (),
+}
+OPTIONAL_PARTS = ("chosen", "rejected", "tools", "margin", "chat_template_kwargs")
+MESSAGE_FIELDS = ("role", "content")
+ROLES = ("system", "user", "assistant", "tool")
+# Carried for people and for `--pair-id-key`; known, so their content is not reported as overlooked.
+INFORMATION = frozenset({"prompt_id", "id", "metadata", "score_chosen", "score_rejected"})
+
+# The ShareGPT names, read without a key map.
+SHAREGPT_FIELDS = {"from": "role", "value": "content"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The file's column for each part, and the renames inside its messages."""
+
+    names: dict[str, str]
+    fields: dict[str, str]
+    roles: dict[str, str]
+    pair_id: str | None
+
+    def get(self, row: Row, part: str) -> Any:
+        """The row's value for a part, None where the file or the row has none."""
+        name = self.names.get(part)
+        return None if name is None else row.get(name)
+
+    def consumed(self, parts: Collection[str]) -> frozenset[str]:
+        """The columns that are read when a format reads `parts`; the optional parts always are."""
+        names = {self.names[part] for part in {*parts, *OPTIONAL_PARTS} & self.names.keys()}
+        return frozenset(names | ({self.pair_id} if self.pair_id else set()))
+
+
+def resolve_columns(available: Collection[str], *, options: DataOptions, path: str) -> Columns:
+    """Match the columns found in a file to parts. Raises `UserError` for a flag that names a column it lacks."""
+    mapped = _columns_by_part(options.key_map, path=path)
+    flags = {
+        "prompt": ("--prompt-key", options.prompt_key),
+        "chosen": ("--chosen-key", options.chosen_key),
+        "rejected": ("--rejected-key", options.rejected_key),
+        "tools": ("--tool-key", options.tool_key),
+    }
+    names: dict[str, str] = {}
+    for part, synonyms in SYNONYMS.items():
+        flag, asked = flags.get(part, ("", None))
+        if asked and asked != part and asked not in available:
+            raise _missing_column(path, flag=flag, name=asked, available=available)
+        candidates = ([asked] if asked else []) + mapped.get(part, []) + [part, *synonyms]
+        found = next((name for name in candidates if name in available and name not in names.values()), None)
+        if found is not None:
+            names[part] = found
+    if options.pair_id_key and options.pair_id_key not in available:
+        raise _missing_column(path, flag="--pair-id-key", name=options.pair_id_key, available=available)
+    return Columns(
+        names=names,
+        fields=SHAREGPT_FIELDS | {k: v for k, v in options.key_map.items() if v in MESSAGE_FIELDS},
+        roles=SHAREGPT_ROLES | {k: v for k, v in options.key_map.items() if v in ROLES},
+        pair_id=options.pair_id_key,
+    )
+
+
+def _columns_by_part(key_map: Mapping[str, str], *, path: str) -> dict[str, list[str]]:
+    """The key map's column renames, part -> columns. Raises `UserError` for a target that does not exist."""
+    parts: dict[str, list[str]] = {}
+    for source, target in key_map.items():
+        if target in SYNONYMS:
+            parts.setdefault(target, []).append(source)
+        elif target not in MESSAGE_FIELDS and target not in ROLES:
+            known = ", ".join([*SYNONYMS, *MESSAGE_FIELDS, *ROLES])
+            raise UserError(
+                f"--conversation-key-map maps {source!r} to {target!r} (reading {path}). It maps a name found in the "
+                f"file to one of: {known}."
+            )
+    return parts
+
+
+def _missing_column(path: str, *, flag: str, name: str, available: Collection[str]) -> UserError:
+    return UserError(f"{path}: no column {name!r} ({flag}). The file has: {', '.join(sorted(available))}.")

@@ -1,0 +1,47 @@
+"""The name of a cache entry: everything that decides its bytes.
+
+File contents in order, the tokenizer's files, the options, the versions of the libraries that render and encode, and
+the version of this pipeline. Paths, times and worker counts stay out, so that moved or touched files are still found.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+import transformers
+
+from relax.data.dataset import FORMAT_VERSION
+from relax.data.options import DataOptions
+from relax.data.sources import data_files
+from relax.errors import UserError
+
+# Raise when the same rows give other ids than before.
+PIPELINE_VERSION = 1
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
+    "additional_chat_templates/*", "*.model", "config.json",
+)  # fmt: skip
+
+
+def cache_key(files: Sequence[Path], *, tokenizer_dir: Path, options: DataOptions) -> str:
+    """64 hex digits. Raises `UserError` for a file that cannot be read."""
+    digest = hashlib.sha256(
+        repr((FORMAT_VERSION, PIPELINE_VERSION, transformers.__version__, tokenizers.__version__)).encode()
+    )
+    digest.update(options.identity().encode())
+    for path in files:
+        for file in data_files(path):
+            digest.update(f"data {file.suffix} {file.relative_to(path)} {_file_sha256(file)}\n".encode())
+    named = {path for pattern in TOKENIZER_FILES for path in tokenizer_dir.glob(pattern) if path.is_file()}
+    for file in sorted(named):
+        digest.update(f"tokenizer {file.relative_to(tokenizer_dir)} {_file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None

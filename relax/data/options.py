@@ -1,0 +1,86 @@
+"""What turns rows into token ids: limits, columns, template options. One frozen value that workers and the cache share.
+
+Invariant: two equal `DataOptions` over the same files and tokenizer give the same bytes, so `identity()` (every field)
+is part of the cache key.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from relax.errors import UserError
+
+OversizeStrategy = Literal["keep", "skip", "truncate_left", "truncate_right"]
+
+# Arguments of apply_chat_template that the pipeline itself sets; a template must not receive them from outside.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+        "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """Options of one data set; names follow the flags. Raises `UserError` naming the flag when a value cannot work.
+
+    `max_length`, `max_completion_length`, `max_tokens` are tokens per pair: prompt + longer completion, one completion,
+    and the micro-batch budget. Keys of None mean the usual column name. `whole_render` keeps the template's whole
+    render (reward model); without it a completion stops at its end-of-turn token (DPO). `conversation_key_map` maps
+    names found in the file (columns, message fields, roles) to ours.
+    """
+
+    max_length: int = 1024
+    max_completion_length: int = 512
+    max_tokens: int = 8192
+    oversize_strategy: OversizeStrategy = "keep"
+    whole_render: bool = False
+    prompt_key: str | None = None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
+    pair_id_key: str | None = None
+    conversation_key_map: dict[str, str] | None = field(default_factory=dict)
+    tool_key: str | None = None
+    system_prompt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = field(default_factory=dict)
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, flag in _LIMIT_FLAGS.items():
+            if getattr(self, name) < 1:
+                raise UserError(f"{flag} is {getattr(self, name)}: it must be at least 1 token.")
+        if self.max_completion_length >= self.max_length:
+            raise UserError(
+                f"--preference-max-completion-length {self.max_completion_length} must be smaller than "
+                f"--preference-max-length {self.max_length}: no room would be left for the prompt."
+            )
+        if self.oversize_strategy not in get_args(OversizeStrategy):
+            raise UserError(
+                f"--sft-oversize-strategy {self.oversize_strategy!r} is not one of "
+                f"{', '.join(get_args(OversizeStrategy))}."
+            )
+        if reserved := RESERVED_TEMPLATE_KWARGS & set(self.template_kwargs):
+            raise UserError(
+                f"--apply-chat-template-kwargs cannot set {', '.join(sorted(reserved))}: relax sets it itself."
+            )
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        return self.chat_template_kwargs or {}
+
+    @property
+    def key_map(self) -> dict[str, str]:
+        return self.conversation_key_map or {}
+
+    def identity(self) -> str:
+        """Every field as canonical JSON."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, ensure_ascii=False)
+
+
+_LIMIT_FLAGS = {
+    "max_length": "--preference-max-length",
+    "max_completion_length": "--preference-max-completion-length",
+    "max_tokens": "--max-tokens-per-gpu",
+}

@@ -1,0 +1,113 @@
+"""The one shape every row format is read into, and the stable reasons for refusing a row.
+
+A `PreferencePair` is a shared history and two answers. Chat formats fill `history`, `chosen`, `rejected`; plain text
+formats also carry `text`, which serves tokenizers that have no chat template. Invariant: a `PreferencePair` always has
+two non-empty, different answers; what cannot become one raises `RowRejected` with a code of `REASONS`.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+Row = dict[str, Any]
+
+REASONS = {
+    "schema": "the row does not have the fields that its file's format needs",
+    "prompt_mismatch": "chosen and rejected do not share a prompt",
+    "identical": "chosen and rejected are the same answer",
+    "post_truncation_identical": "chosen and rejected have the same token ids after truncation",
+    "empty_completion": "an answer is empty",
+    "oversize": "the pair does not fit the token budget",
+    "duplicate": "the same pair (or pair id) came before",
+    "boundary": "the shared prompt ends before the assistant's turn begins",
+}
+
+
+class RowRejected(Exception):
+    """A row that cannot be trained on: `code` of `REASONS`, and what is wrong with this row."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """A pair as three strings, for tokenizers without a chat template. The answer continues the prompt directly."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferencePair:
+    """One row: the shared `history`, and the assistant's two answers as messages."""
+
+    history: tuple[Message, ...]
+    chosen: Message
+    rejected: Message
+    text: PlainText | None = None
+    tools: list[Message] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    margin: float | None = None
+    pair_id: str | None = None
+
+    def __post_init__(self) -> None:
+        for side, message in (("chosen", self.chosen), ("rejected", self.rejected)):
+            if is_empty_answer(message):
+                raise RowRejected("empty_completion", f"{side} is empty")
+        if self.chosen == self.rejected:
+            raise RowRejected("identical", "chosen and rejected are equal")
+
+    def content_key(self) -> bytes:
+        """16 bytes that are equal for equal pairs, whatever file or format they came in."""
+        content = [self.history, self.chosen, self.rejected, self.tools, self.template_kwargs]
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def is_empty_answer(message: Message) -> bool:
+    """No text, no tool call, no reasoning: nothing that the model could be trained to say."""
+    others = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+    return not str(message.get("content") or "").strip() and not any(message.get(name) for name in others)
+
+
+def parse_margin(value: Any) -> float | None:
+    """The row's margin, or None where it has none. NaN and infinities are refused: NaN never comes out of data."""
+    if value is None or value == "":
+        return None
+    try:
+        margin = float(value)
+    except (TypeError, ValueError):
+        raise RowRejected("schema", f"margin is {value!r}, not a number") from None
+    if isinstance(value, bool) or not math.isfinite(margin):
+        raise RowRejected("schema", f"margin is {value!r}, not a finite number")
+    return margin
+
+
+def parse_json_column(value: Any, *, column: str, kind: type) -> Any:
+    """A column that holds a list or a dict, as such or as JSON text; None where it is absent or empty."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise RowRejected("schema", f"{column} is not valid JSON") from None
+    if not value:
+        return None
+    if not isinstance(value, kind):
+        raise RowRejected("schema", f"{column} is {describe(value)}, not {kind.__name__}")
+    return value
+
+
+def describe(value: Any) -> str:
+    """A short name of a value's shape, for messages."""
+    if value is None:
+        return "missing"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return {"str": "a string", "dict": "an object"}.get(type(value).__name__, f"a {type(value).__name__}")

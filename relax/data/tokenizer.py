@@ -1,0 +1,107 @@
+"""Load the model's own tokenizer, prove that it behaves, and learn how its chat template closes an answer.
+
+Strategy: two probe messages are rendered before any row. From them come the end-of-turn token (the first special token
+behind an answer) and the proof that encoding a rendered string gives the ids that `apply_chat_template` gives, as one
+flat list: transformers 5 returns a dict by default, which made every mask of another trainer wrong.
+
+Invariants: no code from the model directory runs and nothing is downloaded; truncation and padding settings inside
+`tokenizer.json` never touch data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relax.errors import UserError
+
+_QUESTION, _ANSWER = "relaxquestion", "relaxanswer"
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The fast tokenizer in a local model directory. Raises `UserError`."""
+    from transformers import AutoTokenizer
+
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory (--hf-checkpoint): the tokenizer is read from it.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its loaders meet: OSError, KeyError, ValueError, ...
+        raise UserError(f"{directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"{directory}: the tokenizer has no tokenizer.json (a fast tokenizer), which relax needs.")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    """Ids of each text without added special tokens, int32 [num_tokens]."""
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What the probe found. `end_id` closes an answer; `closes` says whether the template writes it itself."""
+
+    end_id: int
+    closes: bool
+    bos_id: int | None
+
+
+def has_chat_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
+    return bool(tokenizer.chat_template or template_kwargs.get("chat_template"))
+
+
+def probe_template(tokenizer: Any, *, template_kwargs: Mapping[str, Any]) -> TemplateFacts:
+    """Render and check two messages. Raises `UserError` when the template or the tokenizer cannot be trusted."""
+    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_kwargs)
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise UserError(f"The chat template fails on a plain question and answer: {_first_line(error)}") from error
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise UserError(
+            f"Self-check failed: apply_chat_template gave {type(ids).__name__} where a flat list of token ids was "
+            "asked for (tokenize=True, return_dict=False). Use a transformers version that honours return_dict."
+        )
+    if encode_texts(tokenizer, [text])[0].tolist() != ids:
+        raise UserError("Self-check failed: encoding the rendered chat gives other ids than apply_chat_template does.")
+    if _ANSWER not in text:
+        raise UserError("Self-check failed: the chat template leaves the assistant's answer out.")
+    special = special_ids(tokenizer)
+    tail = encode_texts(tokenizer, [text.rpartition(_ANSWER)[2]])[0].tolist()
+    end_id = next((token for token in tail if token in special), None)
+    return TemplateFacts(
+        end_id=eos_id(tokenizer) if end_id is None else end_id,
+        closes=end_id is not None,
+        bos_id=tokenizer.bos_token_id,
+    )
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of special tokens: those the tokenizer's tokens file marks so, and the named ones (eos, bos, pad, ...)."""
+    added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset([*added, *tokenizer.all_special_ids])
+
+
+def eos_id(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise UserError("The tokenizer has no eos_token and its chat template closes no turn: an answer could not end.")
+    return int(tokenizer.eos_token_id)
+
+
+def leading_special_ids(tokenizer: Any) -> np.ndarray:
+    """What the tokenizer's post-processor puts before a text (BOS, or nothing), int32."""
+    plain = encode_texts(tokenizer, [_QUESTION])[0].tolist()
+    full = tokenizer.backend_tokenizer.encode(_QUESTION, add_special_tokens=True).ids
+    start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
+    return np.asarray(full[:start], dtype=np.int32)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
