@@ -1,0 +1,26 @@
+"""Fixtures that several kinds of tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from relax.backend import parallel
+from relax.backend.device import on_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def one_process() -> Iterator[None]:
+    """Process groups of a world of one, on gloo, for code that asks megatron where it is."""
+    parallel.initialize(parallel.ParallelConfig(), device=CPU, seed=0)
+    yield
+    parallel.shutdown()
+
+
+@pytest.fixture
+def on_cpu(one_process: None) -> Iterator[None]:
+    """`one_process`, with the test's body inside the CPU seam."""
+    with on_device(CPU):
+        yield

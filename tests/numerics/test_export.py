@@ -1,0 +1,220 @@
+"""Export: stock transformers loads it and computes what our model computes; the rest of the directory is right."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from relax.backend.export import check_output, export_hf, padding_id
+from relax.backend.model import read_hf_config
+from relax.backend.tensor_files import TensorFiles, write_tensors
+from relax.errors import UserError
+from tests.models import END, FAMILIES, PAD, TokenPair, load, random_pairs, save_tiny, scores, stock_logps
+
+TEXTS = ["short", "a rather longer answer, with more words", "mid-sized one"]
+
+
+def export(source: Path, output: Path, **options: Any) -> Any:
+    """Load `source`, export it to `output`; returns our model."""
+    model = load(source, **options)
+    export_hf([model], read_hf_config(source), source=source, output=output, loss_type="dpo", step=7)
+    return model
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_policy_export_has_equal_logits_in_stock_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    stock = save_tiny(tmp_path / "hf", family, tie_word_embeddings=tied)
+    model = export(tmp_path / "hf", tmp_path / "out")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values())
+    ids = torch.arange(40)[None] * 5
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, stock(ids).logits)
+    pairs = random_pairs()
+    torch.testing.assert_close(scores(model, pairs).double(), stock_logps(again, pairs), rtol=2e-5, atol=0)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("pad", [PAD, END])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reward_export_scores_a_padded_batch_as_our_model_does(tmp_path: Path, family: str, pad: str) -> None:
+    """Right padding by the exported tokenizer, answers of different lengths that end with the end token."""
+    save_tiny(tmp_path / "hf", family, head="scalar", pad=pad)
+    model = export(tmp_path / "hf", tmp_path / "out", head="scalar")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", padding_side="right")
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    sequences = [tokenizer(text + END)["input_ids"] for text in TEXTS]
+    assert {ids[-1] for ids in sequences} == {tokenizer.convert_tokens_to_ids(END)}
+    batch = tokenizer([text + END for text in TEXTS], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        padded = stock(**batch).logits[:, 0]
+        single = torch.cat([stock(torch.tensor([ids])).logits[:, 0] for ids in sequences])
+    pairs = [_pair(ids[:2], ids[2:]) for ids in sequences]
+    ours = scores(model, pairs)[::2]
+    torch.testing.assert_close(single, ours, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(padded, ours, rtol=2e-5, atol=2e-6)
+
+
+def _pair(prompt: list[int], completion: list[int]) -> TokenPair:
+    side = np.array(completion)
+    return TokenPair(prompt=np.array(prompt), chosen=side, rejected=side)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_export_holds_the_weights_and_the_tokenizer_byte_for_byte(tmp_path: Path, head: str) -> None:
+    source, output = tmp_path / "hf", tmp_path / "out"
+    save_tiny(source, "qwen3", head=head, dtype=torch.bfloat16)
+    (source / "LICENSE.txt").write_text("terms\n")
+    (source / "modeling_qwen3.py").write_text("raise SystemExit\n")
+    export(source, output, head=head, dtype=torch.bfloat16)
+    copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE.txt"}
+    if head == "lm":
+        copied.add("generation_config.json")
+    assert {file.name for file in output.iterdir()} == copied | {"README.md", "config.json", "model.safetensors"}
+    for name in copied:
+        assert (output / name).read_bytes() == (source / name).read_bytes(), name
+    stored, found = (load_file(directory / "model.safetensors") for directory in (source, output))
+    assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_reward_config_is_that_of_a_scalar_classifier(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "hf", "qwen2", pad=END)
+    edit_config(tmp_path / "hf", quantization_config={"quant_method": "fp8"}, dtype="float32")
+    export(tmp_path / "hf", tmp_path / "out", head="scalar", dtype=torch.bfloat16)
+    source, exported = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
+    changed = {"architectures": ["Qwen2ForSequenceClassification"], "dtype": "bfloat16", "pad_token_id": 259}
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    del source["quantization_config"]
+    assert exported == {**source, **changed, **labels}
+    assert read_hf_config(tmp_path / "out").num_labels == 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|fim_pad|>", 259)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_policy_config_keeps_the_source_but_for_dtype_and_quantization(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "hf", "mistral", pad=END)
+    edit_config(tmp_path / "hf", quantization_config={"quant_method": "fp8"}, architectures=["Other"])
+    export(tmp_path / "hf", tmp_path / "out", dtype=torch.bfloat16)
+    source, exported = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
+    del source["quantization_config"]
+    assert exported == {**source, "architectures": ["MistralForCausalLM"], "dtype": "bfloat16"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_card_says_what_was_trained_and_names_no_path(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base-model", "qwen3")
+    export(tmp_path / "base-model", tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_text() == (
+        "---\nlibrary_name: transformers\ntags:\n- relax\n---\n\n# Policy\n\nTrained on preference pairs with relax. "
+        "Load it with `AutoModelForCausalLM.from_pretrained`.\n\n- base model: base-model\n- loss: dpo\n- step: 7\n"
+    )
+    for file in (tmp_path / "out").iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes(), file.name
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    source, output = tmp_path / "hf", tmp_path / "out"
+    save_tiny(source, "qwen3")
+    export(source, output)
+    (output / "stale.safetensors").touch()
+    export(source, output)
+    assert not (output / "stale.safetensors").exists()
+    for taken, message in ((source, "the model's source itself"), (tmp_path, "is not an export of relax")):
+        before = sorted(taken.rglob("*"))
+        with pytest.raises(UserError, match=message):
+            export(source, taken)
+        assert sorted(taken.rglob("*")) == before
+    (tmp_path / "empty").mkdir()
+    check_output(tmp_path / "empty", source=source)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_failed_export_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = tmp_path / "hf", tmp_path / "out"
+    save_tiny(source, "qwen3")
+    export(source, output)
+    before = {file.name: file.read_bytes() for file in output.iterdir()}
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("relax.backend.export.write_tensors", full)
+    with pytest.raises(UserError, match=r"out: the export cannot be written \(\[Errno 28\] No space left on device\)"):
+        export(source, output)
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["hf", "out"]
+
+
+def test_shards_hold_every_tensor_once_and_have_an_index(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each
+    write_tensors(tmp_path, iter(tensors.items()), shard_bytes=80)
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 200}
+    assert index["weight_map"] == {f"t{i}": names[i // 2] for i in range(5)}
+    files = TensorFiles(tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(files.read(name, axis=None, first=0, size=0), tensor)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ({"pad": 5}, 5),
+        ({"pad": 2, "special": {2: "<eos>", 7: "<|fim_pad|>", 8: "<a>"}}, 7),  # pads with its end: the one named so
+        ({"pad": 2, "unk": 0, "special": {0: "<unk>", 2: "<eos>"}}, 0),
+        ({"bos": 1, "special": {1: "<bos>", 2: "<eos>", 9: "<a>"}}, 9),  # neither begins nor ends
+        ({"pad": 100}, None),  # the embedding has no such row
+        ({"pad": 3, "config_eos": [3, 2]}, None),  # the config ends with it, whatever the tokenizer says
+        ({"bos": 2, "special": {2: "<|endoftext|>"}}, None),
+    ],
+)
+def test_the_padding_id_never_ends_a_sequence(case: dict[str, Any], expected: int | None) -> None:
+    special = case.get("special", {})
+    tokenizer = SimpleNamespace(
+        pad_token_id=case.get("pad"),
+        unk_token_id=case.get("unk"),
+        bos_token_id=case.get("bos"),
+        eos_token_id=2,
+        chat_template=None,
+        added_tokens_decoder={i: SimpleNamespace(special=True) for i in special},
+        all_special_ids=[],
+        convert_ids_to_tokens=special.get,
+    )
+    config = SimpleNamespace(eos_token_id=case.get("config_eos"), vocab_size=50)
+    assert padding_id(tokenizer, config) == expected
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_reward_model_that_cannot_pad_says_so(tmp_path: Path) -> None:
+    """Without a tokenizer and with the end token as padding: stock refuses batches instead of scoring them wrong."""
+    save_tiny(tmp_path / "hf", "llama", pad_token_id=256)
+    for file in (tmp_path / "hf").glob("tokenizer*"):
+        file.unlink()
+    export(tmp_path / "hf", tmp_path / "out", head="scalar")
+    assert "- no token can pad safely: score one sequence at a time" in (tmp_path / "out" / "README.md").read_text()
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    stock(torch.tensor([[1, 2, 256]]))
+    with pytest.raises(ValueError, match="no padding token is defined"):
+        stock(torch.tensor([[1, 2, 256], [1, 256, 256]]))
+
+
+def edit_config(directory: Path, **values: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
