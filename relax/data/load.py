@@ -115,7 +115,7 @@ class Collector:
         self._rejected: dict[str, Rejections] = {}
         self._marks: Counter[str] = Counter()
         self._unused: Counter[str] = Counter()
-        self._seen: dict[bytes | str, tuple[int, int]] = {}
+        self._seen: dict[bytes | str, int] = {}  # a pair's content or id -> the row it first came in, as one number
 
     def add(self, result: ChunkResult) -> int:
         """Take one chunk's result; returns its row count. Raises `UserError` for its first bad row when strict."""
@@ -139,9 +139,10 @@ class Collector:
         present = [key for key in keys if key is not None]
         first = next((self._seen[key] for key in present if key in self._seen), None)
         if first is None:
-            self._seen.update(dict.fromkeys(present, (file, number)))
+            self._seen.update(dict.fromkeys(present, number * len(self._files) + file))
             return None
-        return Rejection(number, "duplicate", f"the same as {self._files[first[0]].path}:{first[1]}")
+        line, first_file = divmod(first, len(self._files))
+        return Rejection(number, "duplicate", f"the same as {self._files[first_file].path}:{line}")
 
     def _reject(self, file: int, rejection: Rejection) -> None:
         if self._strict:

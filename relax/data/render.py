@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from relax.data.encoding import RenderIds, Renders, encode_renders, encode_texts
 from relax.data.options import RESERVED_TEMPLATE_KWARGS, DataOptions
 from relax.data.rows import Message, PlainText, PreferencePair, RowRejected
 from relax.data.tokenizer import (
     TemplateFacts,
-    encode_texts,
     eos_id,
     has_chat_template,
     leading_special_ids,
@@ -61,23 +61,22 @@ class PairEncoder:
     def _encode_chat(self, pairs: Sequence[PreferencePair], facts: TemplateFacts) -> list[PairIds | RowRejected]:
         renders = [self._render_pair(pair) for pair in pairs]
         good = [render for render in renders if not isinstance(render, RowRejected)]
-        encoded = iter(encode_texts(self._tokenizer, [text for render in good for text in render]))
+        encoded = iter(encode_renders(self._tokenizer, good, cut=facts.cut))
         results: list[PairIds | RowRejected] = []
         for pair, render in zip(pairs, renders, strict=True):
             if isinstance(render, RowRejected):
                 results.append(render)
                 continue
-            history, chosen, rejected = (_single_bos(next(encoded), facts.bos_id) for _ in range(3))
+            ids = RenderIds(*(_single_bos(side, facts.bos_id) for side in next(encoded)))
             try:
-                results.append(self._split(pair, history, chosen, rejected, facts))
+                results.append(self._split(pair, ids, facts))
             except RowRejected as rejection:
                 results.append(rejection)
         return results
 
-    def _render_pair(self, pair: PreferencePair) -> tuple[str, str, str] | RowRejected:
-        """(history plus generation prompt, chosen, rejected) as text."""
+    def _render_pair(self, pair: PreferencePair) -> Renders | RowRejected:
         try:
-            return (
+            return Renders(
                 self._render(pair, pair.history, add_generation_prompt=True),
                 self._render(pair, (*pair.history, pair.chosen)),
                 self._render(pair, (*pair.history, pair.rejected)),
@@ -101,27 +100,25 @@ class PairEncoder:
             raise RowRejected("schema", f"the chat template refuses the row: {error}") from None
         return str(text)
 
-    def _split(
-        self, pair: PreferencePair, history: np.ndarray, chosen: np.ndarray, rejected: np.ndarray, facts: TemplateFacts
-    ) -> PairIds:
+    def _split(self, pair: PreferencePair, ids: RenderIds, facts: TemplateFacts) -> PairIds:
+        history, chosen, rejected = ids
         shared = min(common_prefix(chosen, rejected), common_prefix(chosen, history), common_prefix(rejected, history))
         shrunk = shared < len(history)
         if shared == 0:
             raise RowRejected("prompt_mismatch", "the renders of chosen and rejected share no first token")
-        if shrunk and shared < self._header_start(pair, history):
+        if shrunk and shared < self._header_start(pair, history, facts):
             raise RowRejected("boundary", f"the renders part after {shared} tokens, before the assistant's turn begins")
-        answers = (ids[shared:] for ids in (chosen, rejected))
+        chosen, rejected = chosen[shared:], rejected[shared:]
         if not self._options.whole_render:
-            answers = (_end_once(ids, facts) for ids in answers)
-        chosen, rejected = answers
+            chosen, rejected = _end_once(chosen, facts), _end_once(rejected, facts)
         if not len(chosen) or not len(rejected):
             raise RowRejected("empty_completion", "the template renders an answer to no tokens")
         return PairIds(history[:shared], chosen, rejected, shrunk)
 
-    def _header_start(self, pair: PreferencePair, history: np.ndarray) -> int:
+    def _header_start(self, pair: PreferencePair, history: np.ndarray, facts: TemplateFacts) -> int:
         """Where the generation prompt begins: the history's render with and without it part there."""
         bare = encode_texts(self._tokenizer, [self._render(pair, pair.history)])[0]
-        return common_prefix(history, _single_bos(bare, self._facts.bos_id if self._facts else None))
+        return common_prefix(history, _single_bos(bare, facts.bos_id))
 
     def _encode_plain(self, texts: Sequence[PlainText]) -> list[PairIds | RowRejected]:
         encoded = iter(

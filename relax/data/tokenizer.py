@@ -8,13 +8,14 @@ Invariants: no code from the model directory runs and nothing is downloaded; tru
 `tokenizer.json` never touch data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relax.data.encoding import cut_token, encode_texts
 from relax.errors import UserError
 
 _QUESTION, _ANSWER = "relaxquestion", "relaxanswer"
@@ -37,19 +38,17 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Ids of each text without added special tokens, int32 [num_tokens]."""
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
-
-
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What the probe found. `end_id` closes an answer; `closes` says whether the template writes it itself."""
+    """What the probe found.
+
+    `end_id` closes an answer; `closes`: the template writes it itself; `cut` may part renders (see `encoding`).
+    """
 
     end_id: int
     closes: bool
     bos_id: int | None
+    cut: str | None = None
 
 
 def has_chat_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
@@ -58,19 +57,17 @@ def has_chat_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> boo
 
 def probe_template(tokenizer: Any, *, template_kwargs: Mapping[str, Any]) -> TemplateFacts:
     """Render and check two messages. Raises `UserError` when the template or the tokenizer cannot be trusted."""
-    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_kwargs)
+        text = tokenizer.apply_chat_template([question, answer], tokenize=False, **template_kwargs)
+        ids = tokenizer.apply_chat_template([question, answer], tokenize=True, return_dict=False, **template_kwargs)
+        bare, prompted = (
+            tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=add, **template_kwargs)
+            for add in (False, True)
+        )
     except Exception as error:  # a template is a program: it raises what it likes
         raise UserError(f"The chat template fails on a plain question and answer: {_first_line(error)}") from error
-    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise UserError(
-            f"Self-check failed: apply_chat_template gave {type(ids).__name__} where a flat list of token ids was "
-            "asked for (tokenize=True, return_dict=False). Use a transformers version that honours return_dict."
-        )
-    if encode_texts(tokenizer, [text])[0].tolist() != ids:
-        raise UserError("Self-check failed: encoding the rendered chat gives other ids than apply_chat_template does.")
+    _check_ids(ids, expected=encode_texts(tokenizer, [text])[0].tolist())
     if _ANSWER not in text:
         raise UserError("Self-check failed: the chat template leaves the assistant's answer out.")
     special = special_ids(tokenizer)
@@ -80,7 +77,18 @@ def probe_template(tokenizer: Any, *, template_kwargs: Mapping[str, Any]) -> Tem
         end_id=eos_id(tokenizer) if end_id is None else end_id,
         closes=end_id is not None,
         bos_id=tokenizer.bos_token_id,
+        cut=cut_token(tokenizer, prompted[len(bare) :]) if prompted.startswith(bare) else None,
     )
+
+
+def _check_ids(ids: Any, *, expected: list[int]) -> None:
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise UserError(
+            f"Self-check failed: apply_chat_template gave {type(ids).__name__} where a flat list of token ids was "
+            "asked for (tokenize=True, return_dict=False). Use a transformers version that honours return_dict."
+        )
+    if ids != expected:
+        raise UserError("Self-check failed: encoding the rendered chat gives other ids than apply_chat_template does.")
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
