@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROW = np.dtype([("check", "V16"), ("chosen", "<f4"), ("rejected", "<f4")])
+ROW = np.dtype([("check", "<u8", 2), ("scores", "<f4", 2)])
 
 
 class ReferenceTable:
@@ -37,11 +37,9 @@ class ReferenceTable:
 
     def _read(self) -> None:
         assert self._rows is not None
-        for i in np.flatnonzero(self._rows["check"].view("u8").reshape(-1, 2).any(axis=1)):
-            row = self._rows[i]
-            pair = np.array([row["chosen"], row["rejected"]], dtype="<f4")
-            if row["check"].tobytes() == _check(self.hashes[i], pair):
-                self.values[i] = pair
+        for i in np.flatnonzero(self._rows["check"].any(axis=1)):
+            if (self._rows["check"][i] == _check(self.hashes[i], self._rows["scores"][i])).all():
+                self.values[i] = self._rows["scores"][i]
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Those of the pair indices that have no row yet."""
@@ -53,8 +51,8 @@ class ReferenceTable:
         if self._rows is None:
             return
         for i in indices:
-            check = np.frombuffer(_check(self.hashes[i], self.values[i]), dtype="V16")[0]
-            self._rows[i] = (check, *self.values[i])
+            self._rows["scores"][i] = self.values[i]
+            self._rows["check"][i] = _check(self.hashes[i], self.values[i])
         self._rows.flush()
 
     def take(self, indices: np.ndarray) -> np.ndarray:
@@ -77,5 +75,7 @@ def table_path(directory: Path, identity: dict[str, object]) -> Path:
     return directory / f"reference-{digest}.table"
 
 
-def _check(pair_hash: np.ndarray, values: np.ndarray) -> bytes:
-    return hashlib.blake2b(pair_hash.tobytes() + values.astype("<f4").tobytes(), digest_size=16).digest()
+def _check(pair_hash: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """What a row's `check` must be, uint64 [2]: a digest of the pair and of its two scores."""
+    digest = hashlib.blake2b(pair_hash.tobytes() + scores.astype("<f4").tobytes(), digest_size=16).digest()
+    return np.frombuffer(digest, dtype="<u8")

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from relax.backend.checkpoint import find_checkpoint, save_checkpoint
+from relax.backend.checkpoint import CheckpointStore, find_checkpoint
 from relax.backend.device import is_main_rank, peak_memory_gib, peak_tflops, select_device
 from relax.backend.engine import Engine
-from relax.backend.export import export_hf
+from relax.backend.export import check_output, export_hf
 from relax.backend.model import model_shape, read_hf_config
 from relax.backend.parallel import initialize, main_rank_first, shutdown
 from relax.backend.state import training_state
@@ -53,6 +53,8 @@ class Run:
         self.device = select_device(args.device)
         self.hf_config = read_hf_config(args.hf_checkpoint)
         check_model(args, self.hf_config)
+        if args.save_hf:
+            check_output(Path(args.save_hf.replace("{iteration}", "0")), source=args.hf_checkpoint)
         parallel = parallel_config(args)
         initialize(
             parallel,
@@ -80,6 +82,7 @@ class Run:
         self.trains = self.start_step < self.total_steps
         self.evaluates_first = args.skip_train or self.start_step == 0
         self.stop_signal = StopSignal()
+        self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save else None
         self._prepare_weights()
         self.shape = model_shape(self.hf_config, head=self.loss.head)
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
@@ -204,8 +207,10 @@ class Run:
     def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step; its metrics."""
         assert self.train_set is not None
+        if self.store:
+            self.store.finish_pending(blocking=False)
         start = time.perf_counter()
-        epoch, indices = self.train_set.indices(step)
+        _, indices = self.train_set.indices(step)
         batch = self.train_set.batch(indices)
         waited = time.perf_counter() - start
         result = self.engine.train_step(batch)
@@ -265,7 +270,7 @@ class Run:
     def save(self, step: int) -> None:
         """A complete checkpoint of this step, and the Hugging Face export where asked."""
         args = self.args
-        if args.save:
+        if self.store:
             assert self.train_set is not None
             record = {
                 "loss_type": args.loss_type,
@@ -281,10 +286,17 @@ class Run:
             if self.reference:
                 files["relax_dpo_reference.json"] = self.reference
             state = training_state(self.engine, step=step, optimizer=args.save_optim, rng=args.save_rng, loading=False)
-            save_checkpoint(args.save, step=step, state=state, files=files, keep=args.keep_checkpoints)
+            self.store.save_checkpoint(step=step, state=state, files=files, async_save=args.async_save)
         if args.save_hf:
             output = Path(args.save_hf.replace("{iteration}", str(step)))
-            export_hf(self.engine.chunks, self.hf_config, source=args.hf_checkpoint, output=output)
+            export_hf(
+                self.engine.chunks,
+                self.hf_config,
+                source=args.hf_checkpoint,
+                output=output,
+                loss_type=args.loss_type,
+                step=step,
+            )
 
     def stop(self, number: int, step: int) -> None:
         """End after a saved step because of a signal."""
@@ -308,6 +320,8 @@ class Run:
             print(summary(log))
 
     def _close(self) -> None:
+        if self.store:
+            self.store.finish_pending(blocking=True)
         if self.tracker:
             self.tracker.close()
         shutdown()

@@ -19,11 +19,11 @@ def model_state(engine: Engine) -> dict[str, Any]:
     return {f"chunk{i}": state for i, state in enumerate(chunks)}
 
 
-def load_model_state(engine: Engine, state: dict[str, Any]) -> None:
-    """Take the model's tensors; the optimizer's master weights follow where there is one."""
+def load_model_state(engine: Engine, state: dict[str, Any], *, strict: bool = True) -> None:
+    """Take the model's tensors; the optimizer's master weights follow where there is one. strict: all of them must be there."""
     with on_device(engine.device):
         for i, chunk in enumerate(engine.chunks):
-            chunk.load_state_dict(state[f"chunk{i}"])
+            chunk.load_state_dict(state[f"chunk{i}"], strict=strict)
         if engine.optimizer is not None:
             engine.optimizer.reload_model_params()
 
