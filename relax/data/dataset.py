@@ -101,8 +101,10 @@ class EntryWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._tokens.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        try:
+            self._tokens.close()
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def add(self, tokens: np.ndarray, *, lengths: np.ndarray, hashes: np.ndarray, margins: np.ndarray) -> None:
         """Append n pairs: tokens int32 [sum of lengths], lengths [n, 3], hashes uint8 [n, 16], margins float32 [n]."""

@@ -7,12 +7,13 @@ two non-empty, different answers; what cannot become one raises `RowRejected` wi
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
 Row = dict[str, Any]
+
+_FLOAT32_MAX = 3.4e38
 
 REASONS = {
     "schema": "the row does not have the fields that its file's format needs",
@@ -65,10 +66,13 @@ class PreferencePair:
             raise RowRejected("identical", "chosen and rejected are equal")
 
     def content_key(self) -> bytes:
-        """16 bytes that are equal for equal pairs, whatever file or format they came in."""
+        """16 bytes that are equal for equal pairs, whatever file or format they came in. Raises `RowRejected`."""
         content = [self.history, self.chosen, self.rejected, self.tools, self.template_kwargs]
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
-        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        try:
+            return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        except UnicodeEncodeError:
+            raise RowRejected("schema", "the text holds half of a surrogate pair, which no tokenizer reads") from None
 
 
 def is_empty_answer(message: Message) -> bool:
@@ -85,7 +89,7 @@ def parse_margin(value: Any) -> float | None:
         margin = float(value)
     except (TypeError, ValueError):
         raise RowRejected("schema", f"margin is {value!r}, not a number") from None
-    if isinstance(value, bool) or not math.isfinite(margin):
+    if isinstance(value, bool) or not abs(margin) <= _FLOAT32_MAX:
         raise RowRejected("schema", f"margin is {value!r}, not a finite number")
     return margin
 

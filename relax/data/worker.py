@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,12 @@ class ChunkResult:
     unused_columns: dict[str, int]
 
 
+class _ReadRow(NamedTuple):
+    number: int
+    pair: PreferencePair
+    key: bytes
+
+
 class ChunkTokenizer:
     """Turns chunks into results, with one tokenizer. Building it runs the self-check and may raise `UserError`."""
 
@@ -74,48 +80,49 @@ class ChunkTokenizer:
     def __call__(self, chunk: Chunk) -> ChunkResult:
         scan = self._scans[chunk.file]
         rejections: list[Rejection] = []
-        pairs: list[tuple[int, PreferencePair]] = []
+        rows: list[_ReadRow] = []
         unused: dict[str, int] = {}
         consumed = scan.consumed_columns()
         for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
             try:
-                pairs.append((number, read_pair(row, name=scan.format, columns=scan.columns, options=self._options)))
+                pair = read_pair(row, name=scan.format, columns=scan.columns, options=self._options)
+                rows.append(_ReadRow(number, pair, pair.content_key()))
             except RowRejected as rejection:
                 rejections.append(Rejection(number, rejection.code, rejection.detail))
             if isinstance(row, dict):
                 for name in row.keys() - consumed:
                     if row[name] not in (None, "", [], {}):
                         unused[name] = unused.get(name, 0) + 1
-        kept: list[tuple[int, PreferencePair, LimitedPair]] = []
-        for (number, pair), ids in zip(pairs, self._encoder.encode([pair for _, pair in pairs]), strict=True):
+        kept: list[tuple[_ReadRow, LimitedPair]] = []
+        for read, ids in zip(rows, self._encoder.encode([read.pair for read in rows]), strict=True):
             try:
                 if isinstance(ids, RowRejected):
                     raise ids
-                kept.append((number, pair, apply_limits(ids, options=self._options)))
+                kept.append((read, apply_limits(ids, options=self._options)))
             except RowRejected as rejection:
-                rejections.append(Rejection(number, rejection.code, rejection.detail))
+                rejections.append(Rejection(read.number, rejection.code, rejection.detail))
         return _result(chunk.file, kept, rejections=rejections, unused=unused)
 
 
 def _result(
     file: int,
-    kept: list[tuple[int, PreferencePair, LimitedPair]],
+    kept: list[tuple[_ReadRow, LimitedPair]],
     *,
     rejections: list[Rejection],
     unused: dict[str, int],
 ) -> ChunkResult:
-    parts = [ids for _, _, pair in kept for ids in (pair.prompt, pair.chosen, pair.rejected)]
-    hashes = b"".join(pair_hash(pair.prompt, pair.chosen, pair.rejected) for _, _, pair in kept)
-    margins = [np.nan if pair.margin is None else pair.margin for _, pair, _ in kept]
+    parts = [part for _, ids in kept for part in (ids.prompt, ids.chosen, ids.rejected)]
+    hashes = b"".join(pair_hash(ids.prompt, ids.chosen, ids.rejected) for _, ids in kept)
+    margins = [np.nan if read.pair.margin is None else read.pair.margin for read, _ in kept]
     return ChunkResult(
         file=file,
         tokens=np.concatenate(parts) if parts else np.empty(0, np.int32),
         lengths=np.array([len(part) for part in parts], np.int32).reshape(-1, 3),
-        numbers=[number for number, _, _ in kept],
-        marks=np.array([pair.marks for _, _, pair in kept], np.uint8),
+        numbers=[read.number for read, _ in kept],
+        marks=np.array([ids.marks for _, ids in kept], np.uint8),
         margins=np.array(margins, np.float32),
         hashes=np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES),
-        keys=[(pair.content_key(), pair.pair_id) for _, pair, _ in kept],
+        keys=[(read.key, read.pair.pair_id) for read, _ in kept],
         rejections=rejections,
         unused_columns=unused,
     )
