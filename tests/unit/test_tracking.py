@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax import console
+from relax import console, tracking
 from relax.errors import UserError
 from relax.tracking import Tracker, WandbOptions, cut_back
 
@@ -215,33 +215,36 @@ def test_tensorboard_events_read_back_without_the_repeated_steps(tmp_path):
     assert "flags/text_summary" in events.Tags()["tensors"]
 
 
-def test_wandb_offline_writes_a_run_below_the_log_directory(tmp_path):
-    options = WandbOptions(project="pairs", name="nice", mode="offline")
-    run = tracker(tmp_path, wandb=options)
-    run.log(0, EVAL)
-    run.log(1, {**train(1), **NAMED})
-    run.close()
-    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    content = recorded.read_bytes()
-    for text in (b"pairs", b"nice", b"eval/held/dpo_loss", b"train/dpo/loss"):
-        assert text in content
-    run_id = (tmp_path / "first" / "wandb_id").read_text()
-    assert recorded.name == f"run-{run_id}.wandb"
-    tracker(tmp_path, wandb=options, start_step=1).close()
-    assert (tmp_path / "first" / "wandb_id").read_text() == run_id, "a resumed run continues the same W&B run"
-    tracker(tmp_path, wandb=options).close()
-    assert (tmp_path / "first" / "wandb_id").read_text() != run_id, "a new run is another W&B run"
-
-
-def test_wandb_mode_of_the_environment_holds_without_the_flag(tmp_path):
-    code = f"""
+OFFLINE = """
 from pathlib import Path
 from relax.tracking import Tracker, WandbOptions
-Tracker(log_dir=Path({str(tmp_path)!r}), exp_name="first", total_steps=1, start_step=0, log_interval=1, headline=(),
-        wandb=WandbOptions("p", "n"), tensorboard_dir=None, config={{}}, bar=False).close()
+run = Tracker(log_dir=Path("log"), exp_name="first", total_steps=1, start_step=0, log_interval=1, headline=(),
+              wandb=WandbOptions(project="pairs", name="nice", mode=MODE), tensorboard_dir=None, config={}, bar=False)
+run.log(0, {"eval/dpo_loss": 0.5})
+run.log(1, {"train/dpo/loss": 0.5, "eval/held/dpo_loss": 0.25})
+run.close()
 """
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "WANDB_MODE": "offline"}, check=True)
-    assert len(list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
+
+
+@pytest.mark.parametrize(("flag", "environment"), [("offline", {}), (None, {"WANDB_MODE": "offline"})])
+def test_wandb_offline_leaves_a_run_below_the_log_directory(tmp_path, flag, environment):
+    # A process of its own: W&B reads its environment once, and the file is whole only when the process has ended.
+    environment = {**os.environ, "PYTHONPATH": str(Path(tracking.__file__).parents[1]), **environment}
+    code = OFFLINE.replace("MODE", repr(flag))
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True)
+    (recorded,) = (tmp_path / "log" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = recorded.read_bytes()
+    for text in (b"pairs", b"nice", b"eval/dpo_loss", b"train/dpo/loss", b"eval/held/dpo_loss"):
+        assert text in content
+    assert recorded.name == f"run-{(tmp_path / 'log' / 'first' / 'wandb_id').read_text()}.wandb"
+
+
+def test_a_resumed_run_continues_its_wandb_run_and_a_new_one_does_not(tmp_path):
+    ids = []
+    for start_step in (0, 1, 0):
+        tracker(tmp_path, wandb=WandbOptions("pairs", "nice", "offline"), start_step=start_step).close()
+        ids.append((tmp_path / "first" / "wandb_id").read_text())
+    assert ids[0] == ids[1] != ids[2]
 
 
 class HalfDoneRun:
