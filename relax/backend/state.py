@@ -20,12 +20,10 @@ def model_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_model_state(engine: Engine, state: dict[str, Any], *, strict: bool = True) -> None:
-    """Take the model's tensors; the optimizer's master weights follow where there is one. strict: all of them must be there."""
+    """Take the model's tensors; strict: all of them must be there."""
     with on_device(engine.device):
         for i, chunk in enumerate(engine.chunks):
             chunk.load_state_dict(state[f"chunk{i}"], strict=strict)
-        if engine.optimizer is not None:
-            engine.optimizer.reload_model_params()
 
 
 def training_state(engine: Engine, *, step: int, optimizer: bool, rng: bool, loading: bool) -> dict[str, Any]:
@@ -51,6 +49,9 @@ def load_training_state(engine: Engine, state: dict[str, Any]) -> list[str]:
             load_optimizer(engine.optimizer, state["optimizer"])
         changes = schedule_changes(state["scheduler"], engine.scheduler)
         engine.scheduler.load_state_dict(state["scheduler"])
+    elif engine.optimizer is not None:  # never beside loaded master weights: bf16 would overwrite them
+        with on_device(engine.device):
+            engine.optimizer.reload_model_params()
     if "rng" in state:
         _set_random_states(state["rng"])
     return changes
