@@ -1,0 +1,95 @@
+"""One rank of test_weights_layouts.py: loads, hashes, scores and exports each model of the job under its layout."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from relax.backend import parallel
+from relax.backend.device import on_device
+from relax.backend.engine import Batch, Engine
+from relax.backend.export import export_hf
+from relax.backend.model import read_hf_config
+from relax.backend.weights import load_hf_weights, weight_hashes
+from relax.errors import UserError
+from relax.losses import LOSSES
+from relax.packing import plan_step
+from tests.models import random_pairs
+
+CPU = torch.device("cpu")
+
+
+def main(directory: Path) -> None:
+    job = json.loads((directory / "job.json").read_text())
+    tensor, pipeline, layers = job["layout"]
+    layout = parallel.ParallelConfig(tensor=tensor, pipeline=pipeline, layers_per_virtual_stage=layers)
+    parallel.initialize(layout, device=CPU, seed=job["seed"], virtual_stages=layout.virtual_stages(4))
+    results: dict[str, Any] = {}
+    for model, head in job["models"].items():
+        results[Path(model).name] = run(
+            Path(model), head, layout, seed=job["seed"], output=directory / Path(model).name
+        )
+    results["error"] = refused(Path(job["contradiction"]), layout)
+    (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    parallel.shutdown()
+
+
+def build(model: Path, head: str, layout: parallel.ParallelConfig) -> Engine:
+    loss = LOSSES["dpo" if head == "lm" else "rm"]()
+    engine = Engine(read_hf_config(model), loss=loss, device=CPU, dtype=torch.float32, parallel=layout)
+    for chunk in engine.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    return engine
+
+
+def run(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, output: Path) -> dict[str, Any]:
+    engine = build(model, head, layout)
+    config = engine.hf_config
+    with on_device(CPU):
+        load_hf_weights(engine.chunks, model, config, seed=seed)
+        check_padding(engine)
+        hashes = weight_hashes(engine.chunks, config)
+        export_hf(engine.chunks, config, source=model, output=output)
+    pairs = random_pairs(vocab_size=config.vocab_size)
+    lengths = np.array([[len(p.prompt), len(p.chosen), len(p.rejected)] for p in pairs])
+    plan = plan_step(
+        lengths,
+        dp_size=engine.dp_size,
+        max_tokens=200,
+        share_prompt=False,
+        microbatch_multiple=engine.microbatch_multiple,
+    )
+    return {"hashes": hashes, "scores": engine.score(Batch(pairs=pairs, plan=plan)).reshape(-1).tolist()}
+
+
+def check_padding(engine: Engine) -> None:
+    """Every parameter was filled; the vocabulary's rows beyond the model's own are zero."""
+    size, rank = engine.parallel.tensor, parallel_state.get_tensor_model_parallel_rank()
+    for chunk in engine.chunks:
+        for name, parameter in chunk.named_parameters():
+            assert parameter.isfinite().all(), name
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                real = engine.hf_config.vocab_size - rank * parameter.size(0)
+                assert parameter.size(0) == -(-engine.hf_config.vocab_size // size)
+                assert (parameter[real:] == 0).all() and (parameter[:real] != 0).any(1).all(), name
+
+
+def refused(model: Path, layout: parallel.ParallelConfig) -> str:
+    """What this rank says of a directory in which only some ranks can see the fault."""
+    engine = build(model, "lm", layout)
+    try:
+        with on_device(CPU):
+            load_hf_weights(engine.chunks, model, engine.hf_config, seed=0)
+    except UserError as error:
+        return str(error)
+    return "loaded"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
