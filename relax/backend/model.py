@@ -9,7 +9,7 @@ exactly is refused.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from relax.errors import UserError
 from relax.metrics import ModelShape
 
 Head = Literal["lm", "scalar"]
-HFConfig = transformers.PretrainedConfig
+HFConfig: TypeAlias = transformers.PretrainedConfig
 
 FAMILIES = {  # model_type -> (query-key norm, bias on query, key and value)
     "llama": (False, False),
