@@ -132,7 +132,7 @@ def _csv(path: Path) -> Iterator[Item]:
                     raise UserError(f"{path}:{reader.line_num}: the row has other columns than the header.")
                 yield reader.line_num, {name: _cell(value) for name, value in row.items()}
         except csv.Error as error:
-            raise UserError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
+            raise UserError(f"{path}:{reader.reader.line_num}: not valid CSV: {error}") from None
 
 
 def _cell(text: str) -> Any:
@@ -173,8 +173,8 @@ def _saved_dataset(path: Path) -> Iterator[Item]:
     if isinstance(dataset, DatasetDict):
         splits = ", ".join(f"{path}/{name}" for name in dataset)
         raise UserError(f"{path}: this saved dataset holds several splits; name one: {splits}.")
-    for batch in dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS):
-        yield from _batches(batch.combine_chunks().to_batches())
+    tables = dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS)
+    yield from _batches(batch for table in tables for batch in table.combine_chunks().to_batches())
 
 
 def _batches(batches: Iterator[pa.RecordBatch]) -> Iterator[Item]:
