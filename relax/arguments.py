@@ -258,17 +258,12 @@ def _add_parallelism(group: Group) -> None:
     group.whole(
         "--recompute-num-layers", None, "layers in a unit (uniform), or recomputed layers per pipeline stage (block)"
     )
-    group.choice(
-        "--transformer-impl",
-        ["local", "transformer_engine"],
-        "local",
-        "whose layers: Megatron's own or Transformer Engine's",
-    )
+    group.choice("--transformer-impl", ["local"], "local", "whose layers: Megatron's own, the only value")
     group.choice(
         "--attention-backend",
-        ["auto", "sdpa", "varlen", "flash"],
+        ["auto", "sdpa"],
         "auto",
-        "auto: the fastest available of torch's SDPA per block, torch's varlen attention (GPU) and flash-attn (GPU)",
+        "sdpa: torch's scaled dot-product attention per block; auto takes it",
     )
     group.switch("--no-share-prompt", "lay out a prompt twice, once per answer, even where sharing would save time")
     group.real("--moe-aux-loss-coeff", 0.0, "weight of the MoE router's load-balancing loss")

@@ -1,4 +1,4 @@
-"""From a data set to the batches of a run: which pairs a step takes, how they are packed, which reference rows go along."""
+"""From a data set to the batches of a run: which pairs a step takes, how they are packed, their reference rows."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

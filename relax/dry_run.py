@@ -1,6 +1,7 @@
 """`--dry-run`: what a run would do, without weights, other processes or a GPU: data, packs and memory of each rank."""
 
 import argparse
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def describe(args: argparse.Namespace) -> None:
         if steps:
             optimizer_options(args, steps)
         print(
-            f"\n{steps} steps of {args.global_batch_size} pairs, {train.steps_per_epoch} steps an epoch, {dp_size} data-parallel ranks"
+            f"\n{steps} steps of {args.global_batch_size} pairs, {train.steps_per_epoch} an epoch, {dp_size} data-parallel ranks"
         )
         print(_packing_table(train, min(steps, train.steps_per_epoch), shape=shape, lm=loss.head == "lm"))
     print("\n" + memory_table(args, config, shape, dp_size=dp_size))
@@ -59,7 +60,7 @@ def _packing_table(train: Batches, steps: int, *, shape: ModelShape, lm: bool) -
         flops.append(work.training_flops(shape))
         fill.append(work.tokens / (len(plan.ranks) * len(plan.ranks[0]) * train.packing.max_tokens))
         balance.append(loads.max() / loads.mean())
-    rows = {
+    rows: dict[str, Any] = {
         "micro-batches per rank and step": counts,
         "tokens per step": tokens,
         "share of the token budget used": fill,

@@ -5,6 +5,7 @@ files and the step, so a resumed run needs the step alone.
 """
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -26,6 +27,7 @@ from relax.batches import Batches, evaluate, fill_reference
 from relax.data import load_pairs
 from relax.loss_flags import build_loss
 from relax.metrics import pair_means, throughput
+from relax.profiling import StepProfiler
 from relax.reference import ReferenceTable, table_path
 from relax.report import curves, summary
 from relax.settings import (
@@ -78,6 +80,7 @@ class Run:
         self.eval_sets = {
             name: self._read([path], title=f"eval {name}".rstrip()) for name, path in args.eval_prompt_data.items()
         }
+        self._write_data_report()
         self.total_steps = total_steps(args, self.train_set)
         self.trains = self.start_step < self.total_steps
         self.evaluates_first = args.skip_train or self.start_step == 0
@@ -87,6 +90,10 @@ class Run:
         self.shape = model_shape(self.hf_config, head=self.loss.head)
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
         self.tracker = self._open_tracker() if is_main_rank() else None
+        self.profiler = None
+        if args.profile:
+            trace = args.log_dir / args.exp_name / f"trace-rank{dist.get_rank()}.json"
+            self.profiler = StepProfiler(trace, first=args.profile_step_start, last=args.profile_step_end)
 
     def _read(self, paths: list[str], *, title: str) -> Batches:
         args = self.args
@@ -110,6 +117,17 @@ class Run:
             shuffle=args.shuffle and title == "train",
         )
 
+    def _write_data_report(self) -> None:
+        sets = {
+            "train": self.train_set,
+            **{f"eval {name}".rstrip(): batches for name, batches in self.eval_sets.items()},
+        }
+        report = {title: batches.dataset.report.to_json() for title, batches in sets.items() if batches}
+        directory = self.args.log_dir / self.args.exp_name
+        if is_main_rank():
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "data_report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
     def _prepare_weights(self) -> None:
         """The reference's numbers first, while the model alone is in memory; then the policy's weights, then the optimizer."""
         args, engine, info = self.args, self.engine, self.resumed
@@ -125,12 +143,13 @@ class Run:
                 if info and not args.finetune:
                     check_reference(self.reference, info)
                 self._fill_tables()
-        if info:
+        continues = info is not None and self.trains and not args.finetune
+        if info and not continues:
             load_weights(engine, info, flag="--load", seed=args.seed)
         if self.trains:
             engine.prepare_training(optimizer_options(args, self.total_steps))
-            if info and not args.finetune:
-                resume(engine, info, optimizer=args.load_optim, rng=args.load_rng, say=self.say)
+        if info and continues:
+            resume(engine, info, optimizer=args.load_optim, rng=args.load_rng, say=self.say)
         self.say(
             f"{args.loss_type}: {engine.num_parameters / 1e6:.1f} M parameters on {self.device}, step {self.start_step}"
         )
@@ -209,6 +228,8 @@ class Run:
         assert self.train_set is not None
         if self.store:
             self.store.finish_pending(blocking=False)
+        if self.profiler:
+            self.profiler.before(step)
         start = time.perf_counter()
         _, indices = self.train_set.indices(step)
         batch = self.train_set.batch(indices)
@@ -320,6 +341,8 @@ class Run:
             print(summary(log))
 
     def _close(self) -> None:
+        if self.profiler:
+            self.profiler.close()
         if self.store:
             self.store.finish_pending(blocking=True)
         if self.tracker:

@@ -55,11 +55,6 @@ def check_combinations(args: argparse.Namespace) -> None:
         _require(not missing, f"{flag} {value} needs the package {package}: pip install {package}")
     _check_amounts(args)
     _check_recompute(args)
-    if args.device == "cpu":
-        gpu_only = ("--attention-backend", ("varlen", "flash")), ("--transformer-impl", ("transformer_engine",))
-        for flag, values in gpu_only:
-            value = getattr(args, _dest(flag))
-            _require(value not in values, f"{flag} {value} runs on a GPU only, but this run has --device cpu")
     if args.exp_name is not None:
         plain = args.exp_name not in ("", ".", "..") and "/" not in args.exp_name
         _require(plain, f"--exp-name {args.exp_name!r} must be a plain name: it becomes a file name in --log-dir")

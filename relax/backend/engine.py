@@ -6,10 +6,10 @@ packed, accumulated or spread over ranks. Per-pair values come back as one table
 rank: metrics are means over its rows, never means of means.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +19,19 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from relax.backend.device import runs_on_device
-from relax.backend.layout import Pair, PackedLayout, build_layout
+from relax.backend.layout import PackedLayout, Pair, build_layout
 from relax.backend.model import HFConfig, PreferenceModel, transformer_config
 from relax.backend.optimizer import OptimizerOptions, build_optimizer, build_scheduler
 from relax.backend.parallel import ParallelConfig
 from relax.losses import Loss, PairScores
 from relax.packing import StepPlan
+
+
+class PairList(Protocol):
+    """Pairs by position, read when asked for, so that a rank reads only its own."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, position: int, /) -> Pair: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class Batch:
     the loss needs them; margins [num_pairs].
     """
 
-    pairs: Sequence[Pair]
+    pairs: PairList
     plan: StepPlan
     references: np.ndarray | None = None
     margins: np.ndarray | None = None

@@ -58,7 +58,7 @@ class _Shard:
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, group, chunk):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, hidden, weight, targets, vocab_size, group, chunk):  # type: ignore[no-untyped-def]
         shard = _Shard(weight, vocab_size, group)
         wide = _accumulator(hidden.dtype)
         rows, chunk = hidden.size(0), min(chunk, max(1, hidden.size(0)))
@@ -82,7 +82,7 @@ class _TargetLogprobs(torch.autograd.Function):
         return picked - logsumexp
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         hidden, weight, targets, logsumexp = ctx.saved_tensors
         shard, chunk, rows = ctx.shard, ctx.chunk, hidden.size(0)
         logits = _Logits(weight, shard.real, chunk, logsumexp.dtype)

@@ -67,11 +67,11 @@ def _metadata() -> dict[str, Any]:
 def _random_states() -> dict[str, Any]:
     """Training draws no random number once it has started (order, head and dropout are functions of flags), so one rank's
     states serve all and any layout."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
         "python": [version, list(internal), gauss],
     }
 

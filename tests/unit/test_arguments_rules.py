@@ -78,8 +78,6 @@ CONTRADICTIONS = {
     "for example --recompute-method uniform --recompute-num-layers 1",
     "--recompute-granularity selective --recompute-method block": "--recompute-method has no effect with "
     "--recompute-granularity selective",
-    "--device cpu --attention-backend varlen": "--attention-backend varlen runs on a GPU only, but this run has "
-    "--device cpu",
     "--exp-name a/b": "--exp-name 'a/b' must be a plain name: it becomes a file name in --log-dir",
     "--exp-name ..": "--exp-name '..' must be a plain name: it becomes a file name in --log-dir",
 }
@@ -107,13 +105,12 @@ def test_a_flag_without_effect_is_refused(flag, needed, why):
     assert refused([*BASE, *given]) == f"{flag} needs {needed}: {why}"
 
 
-@pytest.mark.parametrize("value", ["--attention-backend flash", "--transformer-impl transformer_engine"])
-def test_optional_packages_are_looked_for(value, monkeypatch):
+def test_optional_packages_are_looked_for(monkeypatch):
     monkeypatch.setattr(validation, "find_spec", lambda _: None)
-    package = {"flash": "flash-attn", "transformer_engine": "transformer-engine"}[value.split()[1]]
-    assert refused([*BASE, *value.split()]) == f"{value} needs the package {package}: pip install {package}"
+    message = "--use-wandb needs the Python package wandb: pip install wandb"
+    assert refused([*BASE, "--use-wandb"]) == message
     monkeypatch.setattr(validation, "find_spec", lambda _: "found")
-    parse_args([*BASE, *value.split()])
+    parse_args([*BASE, "--use-wandb"])
 
 
 WRONG_FILES = {
