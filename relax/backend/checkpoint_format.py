@@ -19,7 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -75,12 +75,12 @@ def pack_common(plain: dict[str, Any]) -> bytes:
     """The bytes of `common.pt`; ValueError for a value that would not load with weights only."""
     buffer = io.BytesIO()
     torch.save(plain, buffer)
-    buffer.seek(0)
+    content = buffer.getvalue()
     try:
-        torch.load(buffer, weights_only=True)
+        _load_plain(io.BytesIO(content))
     except pickle.UnpicklingError as error:
-        raise ValueError(f"a plain value of the state does not load with weights only: {error}") from error
-    return buffer.getvalue()
+        raise ValueError("a value beside the sharded tensors does not load with weights only") from error
+    return content
 
 
 class ShardWriter:
@@ -261,14 +261,27 @@ def read_common(directory: Path) -> dict[str, Any]:
     """`common.pt`, with weights only. Incomplete where it is missing or damaged; UserError where it asks for code."""
     path = directory / COMMON
     try:
-        common: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        common = _load_plain(path.open("rb"))
     except FileNotFoundError:
         raise Incomplete(f"it has no {COMMON}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        if asked := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+    except Exception as error:  # damaged bytes raise nearly anything
+        if asked := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             raise UserError(f"{path} asks for {asked[1]}: {REFUSAL}") from None
-        raise Incomplete(f"its {COMMON} cannot be read ({str(error).splitlines()[0]})") from None
+        raise Incomplete(f"its {COMMON} cannot be read ({type(error).__name__})") from None
+    if not isinstance(common, dict):
+        raise Incomplete(f"its {COMMON} holds no names")
     return common
+
+
+def _load_plain(file: IO[bytes]) -> Any:
+    """torch.load of tensors and plain values alone: no code, nor the classes that libraries registered as safe."""
+    registered = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    finally:
+        torch.serialization.add_safe_globals(registered)
 
 
 def tensor_sizes(metadata: Metadata) -> dict[str, tuple[int, ...] | None]:

@@ -145,6 +145,8 @@ class CheckpointStore:
             assert work is not None
             try:
                 work()
+            except UserError:
+                raise
             except Exception as error:
                 cause = _refusal(error)
                 if cause is None:
