@@ -8,7 +8,6 @@ and so is one that would destroy something (an export over its source, a fine-tu
 import argparse
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,6 @@ NEEDS = (
     ("--profile-step-start", "--profile", "nothing is profiled otherwise"),
     ("--profile-step-end", "--profile", "nothing is profiled otherwise"),
 )
-# A flag and value, and the package that it needs, with the name of its module.
-PACKAGES = (
-    ("--attention-backend", "flash", "flash-attn", "flash_attn"),
-    ("--transformer-impl", "transformer_engine", "transformer-engine", "transformer_engine"),
-)
 
 
 def check_combinations(args: argparse.Namespace) -> None:
@@ -50,9 +44,6 @@ def check_combinations(args: argparse.Namespace) -> None:
         _require(_given(args, flag), f"{flag} is required; see --help")
     for flag, needed, why in NEEDS:
         _require(not _given(args, flag) or _given(args, needed), f"{flag} needs {needed}: {why}")
-    for flag, value, package, module in PACKAGES:
-        missing = getattr(args, _dest(flag)) == value and find_spec(module) is None
-        _require(not missing, f"{flag} {value} needs the package {package}: pip install {package}")
     _check_amounts(args)
     _check_recompute(args)
     if args.exp_name is not None:

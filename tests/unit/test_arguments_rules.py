@@ -105,14 +105,6 @@ def test_a_flag_without_effect_is_refused(flag, needed, why):
     assert refused([*BASE, *given]) == f"{flag} needs {needed}: {why}"
 
 
-def test_optional_packages_are_looked_for(monkeypatch):
-    monkeypatch.setattr(validation, "find_spec", lambda _: None)
-    message = "--use-wandb needs the Python package wandb: pip install wandb"
-    assert refused([*BASE, "--use-wandb"]) == message
-    monkeypatch.setattr(validation, "find_spec", lambda _: "found")
-    parse_args([*BASE, "--use-wandb"])
-
-
 WRONG_FILES = {
     "--hf-checkpoint nowhere": "--hf-checkpoint nowhere is not a directory: give a local directory with config.json, "
     "the tokenizer and the weights (`hf download` makes one)",
