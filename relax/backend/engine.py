@@ -117,7 +117,6 @@ class Engine:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=options.distributed,
             overlap_grad_reduce=options.overlap,
-            overlap_param_gather=options.overlap and options.distributed,
         )
         self.wrapped = [
             DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0)

@@ -47,7 +47,6 @@ def build_optimizer(chunks: list[DistributedDataParallel], options: OptimizerOpt
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=options.distributed,
-            overlap_param_gather=options.overlap and options.distributed,
         ),
         chunks,
         use_gloo_process_groups=False,
