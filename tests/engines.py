@@ -1,0 +1,121 @@
+"""Engines over tiny models, driven by hand, and what tests read out of them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from relax.backend.device import on_device
+from relax.backend.engine import Batch, Engine
+from relax.backend.model import read_hf_config
+from relax.backend.optimizer import OptimizerOptions
+from relax.backend.parallel import ParallelConfig
+from relax.backend.weights import hf_tensors, load_hf_weights
+from relax.losses import LOSSES, Loss
+from relax.packing import StepPlan, plan_step
+from tests.models import VOCABULARY, TokenPair
+
+CPU = torch.device("cpu")
+OPTIONS = OptimizerOptions(
+    lr=1e-3,
+    min_lr=0.0,
+    decay_style="constant",
+    warmup_steps=0,
+    total_steps=100,
+    weight_decay=0.1,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-8,
+    clip_grad=1e9,  # gives the norm and leaves the gradients as they are
+    distributed=False,
+    overlap=False,
+)
+
+
+def make_engine(
+    directory: Path,
+    loss: str | Loss,
+    *,
+    dtype: torch.dtype = torch.float32,
+    options: OptimizerOptions | None = OPTIONS,
+    seed: int = 0,
+) -> Engine:
+    """An engine with the directory's weights, ready to train; needs the `one_process` fixture."""
+    config = read_hf_config(directory)
+    loss = LOSSES[loss]() if isinstance(loss, str) else loss
+    engine = Engine(config, loss=loss, device=CPU, dtype=dtype, parallel=ParallelConfig())
+    with on_device(CPU):
+        load_hf_weights(engine.chunks, directory, config, seed=seed)
+    if options:
+        engine.prepare_training(options)
+    return engine
+
+
+def make_pairs(sizes: Iterable[tuple[int, int, int]], *, seed: int = 0, below: int = VOCABULARY) -> list[TokenPair]:
+    """Random pairs with the given numbers of prompt, chosen and rejected tokens, ids in [0, below)."""
+    rng = np.random.default_rng(seed)
+    return [TokenPair(*(rng.integers(0, below, n).astype(np.int32) for n in size)) for size in sizes]
+
+
+def lengths_of(pairs: Sequence[TokenPair]) -> np.ndarray:
+    return np.array([[len(p.prompt), len(p.chosen), len(p.rejected)] for p in pairs])
+
+
+def make_batch(pairs: Sequence[TokenPair], *, plan: StepPlan | None = None, max_tokens: int = 80, **values: Any) -> Batch:
+    return Batch(pairs=pairs, plan=plan or plan_step(lengths_of(pairs), max_tokens=max_tokens), **values)
+
+
+def with_reference(engine: Engine, batch: Batch) -> Batch:
+    """The batch with the engine's present scores as its reference, rounded as the table keeps them."""
+    scores = engine.score(batch).astype(np.float32)
+    return Batch(pairs=batch.pairs, plan=batch.plan, references=scores, margins=batch.margins)
+
+
+def parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    """Copies of the weights, by Hugging Face name."""
+    with on_device(CPU):
+        return {name: tensor.clone() for name, tensor in hf_tensors(engine.chunks, engine.hf_config) if tensor is not None}
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Copies of the last step's gradients, by Hugging Face name; fp32 engines only."""
+    held = [(p, p.data) for chunk in engine.chunks for p in chunk.parameters()]
+    for parameter, _ in held:
+        parameter.data = parameter.main_grad
+    try:
+        return parameters(engine)
+    finally:
+        for parameter, data in held:
+            parameter.data = data
+
+
+def optimizer_tensors(engine: Engine) -> dict[tuple[int, int, str], torch.Tensor]:
+    """Copies of the master weights and of everything that AdamW keeps beside them."""
+    tensors = {}
+    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for g, group in enumerate(part.optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                state = {"main": p.detach(), **part.optimizer.state[p]}
+                tensors |= {(g, i, name): torch.as_tensor(value).clone() for name, value in state.items()}
+    return tensors
+
+
+def assert_same(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> None:
+    """Equal names and equal bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def assert_near(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor], *, tolerance: float) -> None:
+    """Equal names; every tensor within `tolerance` of its norm, and of a thousandth of the largest norm."""
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(float(tensor.norm()) for tensor in expected.values())
+    errors = {n: float((found[n] - t).norm()) / max(float(t.norm()), floor) for n, t in expected.items()}
+    assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+
+
+def column(engine: Engine, values: np.ndarray, name: str) -> np.ndarray:
+    """One metric of every pair."""
+    return values[:, engine.loss.metric_names.index(name)]

@@ -1,0 +1,114 @@
+"""Chunked log-probs against a full log-softmax: values and gradients, any chunk size, padding, dtype."""
+
+import pytest
+import torch
+
+from relax.backend.logprobs import target_logprobs
+
+HIDDEN, VOCABULARY, PADDED = 24, 57, 61
+ROWS = 23
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, a weight whose padding rows would win every softmax, targets with the first and last id, a gradient."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64) / 3
+    weight[VOCABULARY:] = 50 * hidden[:4]
+    targets = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    targets[:4] = torch.tensor([0, VOCABULARY - 1, 0, VOCABULARY - 1])
+    grad = torch.randn(ROWS, generator=generator, dtype=torch.float64)
+    return hidden.to(dtype), weight.to(dtype), targets, grad
+
+
+def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Values and gradients by torch's log_softmax over the real vocabulary, in fp64."""
+    hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
+    values = (hidden @ weight[:VOCABULARY].t()).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    return [values.detach(), *torch.autograd.grad(values, (hidden, weight), grad)]
+
+
+def chunked(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, *, chunk: int | None
+) -> list[torch.Tensor]:
+    hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
+    values = target_logprobs(hidden, weight, targets, vocab_size=VOCABULARY, chunk=chunk)
+    return [values.detach(), *torch.autograd.grad(values, (hidden, weight), grad.to(values.dtype))]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, ROWS, 1000, None])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_chunks_equal_a_full_log_softmax(dtype: torch.dtype, tolerance: float, chunk: int | None) -> None:
+    case = inputs(dtype)
+    found = chunked(*case, chunk=chunk)
+    assert [x.dtype for x in found] == [dtype] * 3
+    for value, expected in zip(found, full(*case), strict=True):
+        torch.testing.assert_close(value.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_padding_rows_get_no_probability_and_no_gradient(dtype: torch.dtype) -> None:
+    hidden, weight, targets, grad = inputs(dtype)
+    found = chunked(hidden, weight, targets, grad, chunk=7)
+    other = weight.clone()
+    other[VOCABULARY:] = -3
+    for value, same in zip(found, chunked(hidden, other, targets, grad, chunk=7), strict=True):
+        assert torch.equal(value, same)
+    assert (found[2][VOCABULARY:] == 0).all()
+    assert (found[2][:VOCABULARY] != 0).any(1).all()
+
+
+def test_probabilities_of_all_ids_sum_to_one() -> None:
+    hidden, weight, _, _ = inputs(torch.float64)
+    every = torch.arange(VOCABULARY)
+    values = target_logprobs(hidden[:1].expand(VOCABULARY, -1), weight, every, vocab_size=VOCABULARY, chunk=7)
+    torch.testing.assert_close(values.exp().sum(), torch.tensor(1.0, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_equal_logits_give_a_uniform_distribution() -> None:
+    values = target_logprobs(
+        torch.ones(3, HIDDEN), torch.zeros(PADDED, HIDDEN), torch.tensor([0, 5, VOCABULARY - 1]), vocab_size=VOCABULARY
+    )
+    torch.testing.assert_close(values, torch.full((3,), -float(torch.tensor(VOCABULARY).log())), rtol=1e-6, atol=0)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, targets, grad = inputs(torch.float32)
+    case = (hidden * 1e4, weight, targets, grad)
+    for value, expected in zip(chunked(*case, chunk=7), full(*case), strict=True):
+        assert value.isfinite().all()
+        torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-2)
+
+
+def test_bf16_sums_in_fp32_and_rounds_gradients_once() -> None:
+    case = inputs(torch.bfloat16)
+    values, grad_hidden, grad_weight = chunked(*case, chunk=7)
+    expected = full(*case)
+    assert values.dtype == torch.float32 and grad_hidden.dtype == grad_weight.dtype == torch.bfloat16
+    # A bf16 matrix unit rounds logits of up to about 8 to 2**-6; fp32 sums over them add nothing that shows.
+    torch.testing.assert_close(values.double(), expected[0], rtol=0, atol=0.04)
+    for value, wanted in zip((grad_hidden, grad_weight), expected[1:], strict=True):
+        assert float((value.double() - wanted).norm() / wanted.norm()) < 0.02
+
+
+def test_bf16_does_not_depend_on_the_chunk_size() -> None:
+    case = inputs(torch.bfloat16)
+    one, many = chunked(*case, chunk=1), chunked(*case, chunk=1000)
+    torch.testing.assert_close(one[0], many[0], rtol=1e-5, atol=1e-5)
+    for value, wanted in zip(one[1:], many[1:], strict=True):
+        assert float((value.double() - wanted.double()).norm() / wanted.double().norm()) < 0.01
+
+
+@pytest.mark.parametrize("chunk", [1, None])
+def test_no_rows_give_zero_gradients(chunk: int | None) -> None:
+    hidden, weight, targets, grad = inputs(torch.float32)
+    values, grad_hidden, grad_weight = chunked(hidden[:0], weight, targets[:0], grad[:0], chunk=chunk)
+    assert values.shape == (0,) and grad_hidden.shape == (0, HIDDEN)
+    assert (grad_weight == 0).all()
+
+
+def test_the_hidden_states_and_the_weight_are_left_as_they_were() -> None:
+    hidden, weight, targets, grad = inputs(torch.float32)
+    before = hidden.clone(), weight.clone()
+    chunked(hidden, weight, targets, grad, chunk=7)
+    assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
