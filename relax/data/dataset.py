@@ -98,9 +98,7 @@ class EntryWriter:
         self._tokens = (self._directory / "tokens.bin").open("wb")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
             self._tokens.close()
         finally:

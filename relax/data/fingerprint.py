@@ -26,9 +26,7 @@ TOKENIZER_FILES = (
 
 def cache_key(files: Sequence[Path], *, tokenizer_dir: Path, options: DataOptions) -> str:
     """64 hex digits. Raises `UserError` for a file that cannot be read."""
-    digest = hashlib.sha256(
-        repr((FORMAT_VERSION, PIPELINE_VERSION, transformers.__version__, tokenizers.__version__)).encode()
-    )
+    digest = hashlib.sha256(repr((FORMAT_VERSION, PIPELINE_VERSION, transformers.__version__, tokenizers.__version__)).encode())
     digest.update(options.identity().encode())
     for path in files:
         for file in data_files(path):

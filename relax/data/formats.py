@@ -83,9 +83,7 @@ def read_pair(row: Any, *, name: str, columns: Columns, options: DataOptions) ->
         rejected=rejected,
         text=None if options.system_prompt else text,
         tools=parse_json_column(columns.get(row, "tools"), column="tools", kind=list),
-        template_kwargs=parse_json_column(
-            columns.get(row, "chat_template_kwargs"), column="chat_template_kwargs", kind=dict
-        )
+        template_kwargs=parse_json_column(columns.get(row, "chat_template_kwargs"), column="chat_template_kwargs", kind=dict)
         or {},
         margin=parse_margin(columns.get(row, "margin")),
         pair_id=_pair_id(row, columns),
@@ -155,9 +153,7 @@ def _dialogue(row: Row, columns: Columns) -> Parts:
     (history, chosen, head), (other_history, rejected, other_head) = (_split_dialogue(prompt + text) for text in sides)
     if history != other_history:
         raise RowRejected("prompt_mismatch", "the two dialogues differ before their last answer")
-    text = PlainText(
-        prompt=head, chosen=(prompt + sides[0])[len(head) :], rejected=(prompt + sides[1])[len(other_head) :]
-    )
+    text = PlainText(prompt=head, chosen=(prompt + sides[0])[len(head) :], rejected=(prompt + sides[1])[len(other_head) :])
     return history, chosen, rejected, text
 
 
@@ -188,9 +184,7 @@ def _split_dialogue(text: str) -> tuple[list[Message], Message, str]:
     """(history, last answer, the text up to the last answer) of a dialogue string."""
     turns = list(_TURN.finditer(text))
     if len(turns) < 2 or turns[0].start() != 0 or turns[-1][1] != "Assistant":
-        raise RowRejected(
-            "schema", "the text is not a dialogue of Human: and Assistant: turns that ends with Assistant:"
-        )
+        raise RowRejected("schema", "the text is not a dialogue of Human: and Assistant: turns that ends with Assistant:")
     ends = [turn.start() for turn in turns[1:]] + [len(text)]
     messages = [
         {"role": _DIALOGUE_ROLES[turn[1]], "content": text[turn.end() : end].strip()}
@@ -211,9 +205,7 @@ def _with_system(row: Row, columns: Columns, history: list[Message]) -> list[Mes
 
 
 def _with_answers(row: Row, columns: Columns, history: list[Message]) -> tuple[list[Message], Message, Message]:
-    chosen, rejected = (
-        answer_message(columns.get(row, side), what=side, columns=columns) for side in ("chosen", "rejected")
-    )
+    chosen, rejected = (answer_message(columns.get(row, side), what=side, columns=columns) for side in ("chosen", "rejected"))
     return history, chosen, rejected
 
 

@@ -76,9 +76,7 @@ def _tokenize(
         options=options,
         num_workers=num_workers if num_rows >= MIN_ROWS_FOR_POOL else 1,
     )
-    summaries = tuple(
-        FileSummary(str(path), scan.format, scan.num_rows) for path, scan in zip(files, scans, strict=True)
-    )
+    summaries = tuple(FileSummary(str(path), scan.format, scan.num_rows) for path, scan in zip(files, scans, strict=True))
     try:
         with (
             EntryWriter(entry) as writer,
@@ -141,8 +139,9 @@ class Collector:
         if first is None:
             self._seen.update(dict.fromkeys(present, number * len(self._files) + file))
             return None
-        line, first_file = divmod(first, len(self._files))
-        return Rejection(number, "duplicate", f"the same as {self._files[first_file].path}:{line}")
+        row, first_file = divmod(first, len(self._files))
+        where = "" if first_file == file else f" of data file {first_file + 1}"
+        return Rejection(number, "duplicate", f"the same as row {row}{where}")
 
     def _reject(self, file: int, rejection: Rejection) -> None:
         if self._strict:

@@ -49,8 +49,6 @@ def _text(content: Any, *, what: str) -> str:
         return content
     if content is None:
         return ""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         return "".join(part["text"] for part in content)
     raise RowRejected("schema", f"a message of {what} has content that is not text ({describe(content)})")

@@ -58,13 +58,10 @@ class DataOptions:
             )
         if self.oversize_strategy not in get_args(OversizeStrategy):
             raise UserError(
-                f"--sft-oversize-strategy {self.oversize_strategy!r} is not one of "
-                f"{', '.join(get_args(OversizeStrategy))}."
+                f"--sft-oversize-strategy {self.oversize_strategy!r} is not one of {', '.join(get_args(OversizeStrategy))}."
             )
         if reserved := RESERVED_TEMPLATE_KWARGS & set(self.template_kwargs):
-            raise UserError(
-                f"--apply-chat-template-kwargs cannot set {', '.join(sorted(reserved))}: relax sets it itself."
-            )
+            raise UserError(f"--apply-chat-template-kwargs cannot set {', '.join(sorted(reserved))}: relax sets it itself.")
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -121,18 +121,14 @@ class PairEncoder:
         return common_prefix(history, _single_bos(bare, facts.bos_id))
 
     def _encode_plain(self, texts: Sequence[PlainText]) -> list[PairIds | RowRejected]:
-        encoded = iter(
-            encode_texts(self._tokenizer, [part for t in texts for part in (t.prompt, t.chosen, t.rejected)])
-        )
+        encoded = iter(encode_texts(self._tokenizer, [part for t in texts for part in (t.prompt, t.chosen, t.rejected)]))
         facts = TemplateFacts(end_id=self._eos_id, closes=False, bos_id=self._tokenizer.bos_token_id)
         results: list[PairIds | RowRejected] = []
         for _ in texts:
             prompt = _single_bos(np.concatenate([self._leading, next(encoded)]), facts.bos_id)
             chosen, rejected = (_end_once(next(encoded), facts) for _ in range(2))
             results.append(
-                PairIds(prompt, chosen, rejected)
-                if len(prompt)
-                else RowRejected("prompt_mismatch", "the prompt has no tokens")
+                PairIds(prompt, chosen, rejected) if len(prompt) else RowRejected("prompt_mismatch", "the prompt has no tokens")
             )
         return results
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from relax.data import DataOptions, PairDataset, load_pairs
@@ -48,10 +48,12 @@ LLAMA = (
     "{% else %} {{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
+# How Qwen splits text before merging. GPT-2's split parts "\n\n" in front of a word, Qwen's does not.
+QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>")
 CORPUS = (
     "system user assistant\n\n",
-    "What is the answer to the question? The answer is (46) or ($46), the total (in dollars).",
+    "What is the answer to the question? The answer is (46) or ($46), the total (in dollars) is $46.",
     "\n\nHuman: Hello there\n\nAssistant: Hello to you too\n\n",
     "one two three four five six seven eight nine ten\n\n",
     "Be helpful. Think first, then answer the question.",
@@ -68,7 +70,12 @@ def build_tokenizer(
 ) -> Path:
     """Save a tokenizer into `directory`; `adds_bos` puts BOS into the post-processor, as Llama 3 does."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated")
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        if template == QWEN3
+        else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=sorted(alphabet), special_tokens=list(SPECIAL))

@@ -117,9 +117,7 @@ def test_plain_text_formats_carry_their_text():
 
 
 def test_optional_columns_are_read():
-    row = chat_row(
-        "Q", "A", "B", tools='[{"name": "f"}]', margin="0.5", chat_template_kwargs={"enable_thinking": False}, uid=7
-    )
+    row = chat_row("Q", "A", "B", tools='[{"name": "f"}]', margin="0.5", chat_template_kwargs={"enable_thinking": False}, uid=7)
     _, pair = read(row, pair_id_key="uid")
     assert pair.tools == [{"name": "f"}]
     assert pair.margin == 0.5

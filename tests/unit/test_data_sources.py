@@ -32,9 +32,7 @@ def write_csv(path: Path, rows: list[Any]) -> None:
     with path.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, list(rows[0]))
         writer.writeheader()
-        writer.writerows(
-            {k: v if isinstance(v, str) else json.dumps(v, indent=1) for k, v in row.items()} for row in rows
-        )
+        writer.writerows({k: v if isinstance(v, str) else json.dumps(v, indent=1) for k, v in row.items()} for row in rows)
 
 
 def write_arrow(path: Path, rows: list[Any], *, stream: bool) -> None:
