@@ -20,12 +20,12 @@ fi
 SAVE_DIR=${SAVE_DIR:-quickstart/checkpoints}
 EXP_NAME=${EXP_NAME:-quickstart}
 NUM_GPUS=${NUM_GPUS:-$(python -c 'import torch; print(min(torch.cuda.device_count(), 1))')}
-NUM_ROLLOUT=${NUM_ROLLOUT:-32}
+NUM_ROLLOUT=${NUM_ROLLOUT:-24}
 GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-8}
 MAX_TOKENS_PER_GPU=${MAX_TOKENS_PER_GPU:-4096}
 LR=${LR:-1e-5}
-SAVE_INTERVAL=${SAVE_INTERVAL:-16}
-EVAL_INTERVAL=${EVAL_INTERVAL:-16}
+SAVE_INTERVAL=${SAVE_INTERVAL:-12}
+EVAL_INTERVAL=${EVAL_INTERVAL:-24}
 
 use_environment
 find_model HuggingFaceTB/SmolLM2-135M-Instruct main
@@ -46,8 +46,8 @@ LOSS_ARGS=(
 )
 DATA_ARGS=(
     --prompt-data "$PROMPT_DATA"
-    --preference-max-length 384
-    --preference-max-completion-length 192
+    --preference-max-length 192
+    --preference-max-completion-length 96
 )
 EVAL_ARGS=(${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA" --eval-interval "$EVAL_INTERVAL"})
 TRAIN_ARGS=(
@@ -56,10 +56,12 @@ TRAIN_ARGS=(
     --max-tokens-per-gpu "$MAX_TOKENS_PER_GPU"
     --lr "$LR"
 )
+# A CPU without bf16 instructions emulates them: several times slower than fp32.
+((NUM_GPUS)) || grep -qs bf16 /proc/cpuinfo || TRAIN_ARGS+=(--no-bf16)
 
 # The tracker is written when a checkpoint is whole, the curves after the last evaluation.
-done=$(cat "$SAVE_DIR/$EXP_NAME/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
-if ((done >= NUM_ROLLOUT)) && [[ -e log/$EXP_NAME/curves.png ]]; then
+trained=$(cat "$SAVE_DIR/$EXP_NAME/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+if ((trained >= NUM_ROLLOUT)) && [[ -e log/$EXP_NAME/curves.png ]]; then
     python -m relax.report "log/$EXP_NAME.jsonl"
     echo "Done already: $SAVE_DIR/$EXP_NAME has all $NUM_ROLLOUT steps. Raise NUM_ROLLOUT to go on, or set EXP_NAME for a new run."
 else
