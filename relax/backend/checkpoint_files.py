@@ -37,9 +37,7 @@ def replaced(path: Path) -> Path:
 def iterations(directory: Path) -> dict[int, Path]:
     """Step -> directory of every checkpoint that got its name, by step. Whether it is whole, its files say."""
     found: dict[int, Path] = {}
-    for path in sorted(
-        directory.iterdir(), reverse=True
-    ):  # visible names come before hidden ones, which only fill gaps
+    for path in sorted(directory.iterdir(), reverse=True):  # visible names come before hidden ones, which only fill gaps
         match = _ITERATION.fullmatch(path.name)
         if match and bool(match[1]) == bool(match[3]) and path.is_dir():
             found.setdefault(int(match[2]), path)
