@@ -26,7 +26,6 @@ from relax.errors import UserError
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _CPU = torch.device("cpu")
-_MATMULS = {torch.matmul, torch.Tensor.matmul, torch.mm, torch.Tensor.mm, torch.bmm, torch.nn.functional.linear}
 
 
 def select_device(kind: str) -> torch.device:
@@ -97,8 +96,6 @@ class _CudaAsCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _MATMULS and not kwargs and args[0].dtype == torch.bfloat16 and not cpu_multiplies_bf16():
-            return func(*(a.float() if a is not None else a for a in args)).to(torch.bfloat16)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -171,7 +168,22 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
             lambda t, as_numpy=False, record_stream=False: t.numpy() if as_numpy and torch.is_tensor(t) else t,
         ),
     ]
+    if not cpu_multiplies_bf16():  # attributes, not the mode below: no mode reaches into a Python backward
+        for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch, "mm"), (torch.nn.functional, "linear")):
+            attributes.append((owner, name, _multiply_widened(getattr(owner, name))))
     return [(owner, name, value) for owner, name, value in attributes if hasattr(owner, name)]
+
+
+def _multiply_widened(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same product of bf16 operands through fp32, rounded once at the end."""
+
+    @functools.wraps(multiply)
+    def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if a.dtype == b.dtype == torch.bfloat16 and not (args or kwargs):
+            return multiply(a.float(), b.float()).to(torch.bfloat16)
+        return multiply(a, b, *args, **kwargs)
+
+    return product
 
 
 def is_main_rank() -> bool:
