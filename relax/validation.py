@@ -161,7 +161,8 @@ def _check_iteration(flag: str, step: int | None, checkpoint: Path) -> None:
 
 
 def _is_megatron(path: Path) -> bool:
-    return any(child.is_dir() for child in path.glob("iter_*"))
+    """A directory of iterations, or one iteration's own."""
+    return (path / "metadata.json").is_file() or (path / "release").is_dir() or any(path.glob("iter_*"))
 
 
 def _check_data(flag: str, path: str) -> None:

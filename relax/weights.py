@@ -37,6 +37,7 @@ class WeightSource:
 
 def load_weights(engine: Engine, info: CheckpointInfo, *, flag: str, seed: int) -> None:
     """Only the model's weights, from a Megatron checkpoint."""
+    check_vocabulary_rows(engine, info, flag=flag)
     head, state = engine.loss.head, model_state(engine)
     if info.head == "scalar" and head == "lm":
         raise UserError(f"{flag} {info.path}: a reward model's checkpoint; a policy needs one with an output layer")
@@ -47,6 +48,15 @@ def load_weights(engine: Engine, info: CheckpointInfo, *, flag: str, seed: int) 
     load_model_state(engine, load_checkpoint(info, {"model": state})["model"], strict=not new_head)
     if new_head:
         initialize_score(engine.chunks, engine.hf_config, seed=seed)
+
+
+def check_vocabulary_rows(engine: Engine, info: CheckpointInfo, *, flag: str) -> None:
+    """Padding of the vocabulary may differ between layouts, but every real token needs its row."""
+    if info.vocab_rows is not None and info.vocab_rows < engine.hf_config.vocab_size:
+        raise UserError(
+            f"{flag} {info.path}: its vocabulary has {info.vocab_rows} rows, but --hf-checkpoint has "
+            f"{engine.hf_config.vocab_size} tokens; they do not belong together"
+        )
 
 
 def reference_identity(engine: Engine, source: WeightSource) -> dict[str, Any]:
@@ -75,7 +85,8 @@ def check_resume(info: CheckpointInfo, *, loss_type: str, head: str, fingerprint
     """Refuse a checkpoint of another objective, or a resumed run over other data; fingerprint None skips the data."""
     saved = info.run.get("loss_type")
     found = {"lm": "a language model", "scalar": "a reward model"}.get(info.head or "", f"head {info.head!r}")
-    if (saved is not None and saved != loss_type) or info.head != head:
+    known = info.head or ("lm" if not info.run else None)  # made elsewhere, with its embedding as output layer
+    if (saved is not None and saved != loss_type) or known != head:
         raise UserError(
             f"--load {info.path} holds {found}{f' trained with --loss-type {saved}' if saved else ''}, but this run has "
             f"--loss-type {loss_type}; give another --load, or the matching --loss-type"
@@ -98,6 +109,7 @@ def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, 
             raise UserError(
                 f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune"
             )
+    check_vocabulary_rows(engine, info, flag="--load")
     state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True)
     for change in load_training_state(engine, load_checkpoint(info, state)):
         say(f"the schedule changed: {change}")

@@ -42,6 +42,7 @@ from relax.errors import UserError
 
 __all__ = ["CheckpointInfo", "CheckpointStore", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
+EMBEDDING = "embedding.word_embeddings.weight"
 RUN, REFERENCE = "relax_run.json", "relax_dpo_reference.json"
 
 
@@ -51,7 +52,8 @@ class CheckpointInfo:
 
     run: relax_run.json, {} for a checkpoint made elsewhere, whose plain values are not read. reference:
     relax_dpo_reference.json. head: "lm", "scalar", "value" (a PPO critic's), or None where no tensor tells: a language
-    model made elsewhere whose output layer is its embedding, or a model without a head.
+    model made elsewhere whose output layer is its embedding, or a model without a head. vocab_rows: of its embedding,
+    padding included.
     """
 
     path: Path
@@ -61,6 +63,7 @@ class CheckpointInfo:
     has_optimizer: bool
     has_rng: bool
     head: str | None
+    vocab_rows: int | None
 
 
 def say_once(text: str) -> None:
@@ -187,6 +190,7 @@ def _inspect(path: Path, *, step: int) -> CheckpointInfo:
         has_optimizer=any(_is_optimizer(key) for key in sizes),
         has_rng="rng" in common or any(key.startswith("rng") for key in sizes),
         head=_head(sizes, run),
+        vocab_rows=(sizes.get(EMBEDDING) or (None,))[0],
     )
 
 
