@@ -1,0 +1,202 @@
+"""From a data set to steps: selection, plans, the reference pass and evaluation, with a model of plain arithmetic."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax.batches import Batches, Packing, evaluate, fill_reference
+from relax.losses import LOSSES
+from relax.metrics import Work
+from relax.packing import plan_step
+from relax.reference import ReferenceTable
+from tests.models import TokenPair
+
+PAIRS, BATCH = 10, 4
+
+
+class Dataset:
+    """Ten pairs; the first prompt token of each is its number."""
+
+    def __init__(self, *, margins: bool = False) -> None:
+        rng = np.random.default_rng(0)
+        self.lengths = rng.integers(1, 12, (PAIRS, 3))
+        self.margins = np.linspace(0, 1, PAIRS, dtype=np.float32) if margins else None
+        self.hashes = rng.integers(0, 256, (PAIRS, 16), dtype=np.uint8)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return PAIRS
+
+    def __getitem__(self, index: int) -> TokenPair:
+        assert type(index) is int
+        self.read.append(index)
+        prompt, chosen, rejected = self.lengths[index]
+        return TokenPair(np.full(prompt, index), np.zeros(chosen), np.zeros(rejected))
+
+
+@dataclass
+class Arithmetic:
+    """An engine whose scores are a function of the pair's number; remembers every batch."""
+
+    loss: Any = field(default_factory=lambda: LOSSES["dpo"]())
+    scored: list[list[int]] = field(default_factory=list)
+    plans: list[Any] = field(default_factory=list)
+
+    def score(self, batch: Any) -> np.ndarray:
+        assert batch.references is None
+        numbers = [int(batch.pairs[i].prompt[0]) for i in range(len(batch.pairs))]
+        self.scored.append(numbers)
+        self.plans.append(batch.plan)
+        return np.array([[-n, -n - 0.5] for n in numbers])
+
+    def evaluate(self, batch: Any) -> np.ndarray:
+        numbers = np.array([float(batch.pairs[i].prompt[0]) for i in range(len(batch.pairs))])
+        return numbers[:, None] + np.arange(len(self.loss.metric_names))
+
+
+def batches(*, shuffle: bool = False, margins: bool = False, table: bool = True, dp_size: int = 1) -> Batches:
+    dataset: Any = Dataset(margins=margins)
+    packing = Packing(dp_size=dp_size, max_tokens=40, share_prompt=True, microbatch_multiple=1, area_cost=0.001)
+    made = Batches(dataset=dataset, packing=packing, batch_size=BATCH, seed=5, shuffle=shuffle)
+    made.table = ReferenceTable(dataset.hashes, path=None) if table else None
+    return made
+
+
+def nothing() -> None: ...
+
+
+def test_steps_go_through_every_pair_once_per_epoch() -> None:
+    made = batches(shuffle=True)
+    assert made.steps_per_epoch == 3
+    steps = [made.indices(step) for step in range(1, 7)]
+    assert [epoch for epoch, _ in steps] == [0, 0, 0, 1, 1, 1]
+    assert [len(indices) for _, indices in steps] == [4, 4, 2, 4, 4, 2]
+    first, second = (np.concatenate([i for e, i in steps if e == epoch]).tolist() for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(PAIRS)) and first != second
+    assert [i.tolist() for i in made.epoch()] == [i.tolist() for _, i in steps[:3]]
+
+
+def test_consumed_pairs_count_short_last_steps() -> None:
+    assert [batches().consumed(step) for step in range(8)] == [0, 4, 8, 10, 14, 18, 20, 24]
+
+
+def test_a_batch_reads_only_the_pairs_that_are_asked_for() -> None:
+    made = batches(margins=True)
+    assert made.table is not None
+    made.table.put(np.arange(PAIRS), np.arange(2 * PAIRS).reshape(PAIRS, 2))
+    dataset: Any = made.dataset
+    batch = made.batch(np.array([7, 2, 5]))
+    assert dataset.read == [] and len(batch.pairs) == 3
+    assert batch.pairs[1].prompt[0] == 2 and dataset.read == [2]
+    assert batch.references.tolist() == [[14, 15], [4, 5], [10, 11]]
+    assert batch.margins.tolist() == dataset.margins[[7, 2, 5]].tolist()
+    expected = plan_step(dataset.lengths[[7, 2, 5]], dp_size=1, max_tokens=40, area_cost=0.001)
+    assert batch.plan == expected
+
+
+def test_without_margins_or_table_a_batch_has_none() -> None:
+    batch = batches(table=False).batch(np.array([1]))
+    assert batch.margins is None and batch.references is None
+
+
+def test_a_batch_without_its_reference_is_an_error() -> None:
+    with pytest.raises(KeyError, match="pair 1"):
+        batches().batch(np.array([1]))
+
+
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_work_is_the_plans(dp_size: int) -> None:
+    made = batches(dp_size=dp_size)
+    indices = np.array([3, 1, 8, 0])
+    plan = made.packing.plan(made.dataset.lengths[indices])
+    shared = np.zeros(4, dtype=bool)
+    for rank in plan.ranks:
+        for micro in rank:
+            shared[list(micro.pairs)] = micro.shared
+    assert shared.sum() > 0
+    expected = Work.of(made.dataset.lengths[indices], shared, scores_tokens=True)
+    assert made.work(indices, plan, scores_tokens=True) == expected
+
+
+# The reference pass
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_reference_pass_has_the_first_epochs_batches(shuffle: bool) -> None:
+    """Same pairs, same order, same plan as training's first epoch: equal bits at its steps."""
+    made, engine, ticks = batches(shuffle=shuffle), Arithmetic(), []
+    assert fill_reference(engine, made, steps=range(1, 7), after_each=lambda: ticks.append(1)) == PAIRS
+    first = [made.indices(step)[1] for step in (1, 2, 3)]
+    assert engine.scored == [indices.tolist() for indices in first]
+    assert engine.plans == [made.batch(indices).plan for indices in first]
+    assert len(ticks) == 3
+    assert made.table is not None
+    assert made.table.take(np.arange(PAIRS)).tolist() == [[-n, -n - 0.5] for n in range(PAIRS)]
+
+
+def test_a_second_pass_scores_nothing() -> None:
+    made, engine = batches(), Arithmetic()
+    fill_reference(engine, made, steps=range(1, 4), after_each=nothing)
+    assert fill_reference(engine, made, steps=range(1, 100), after_each=nothing) == 0
+    assert len(engine.scored) == 3
+
+
+def test_only_the_pairs_of_this_runs_steps_are_scored() -> None:
+    made, engine = batches(shuffle=True), Arithmetic()
+    assert fill_reference(engine, made, steps=range(2, 3), after_each=nothing) == BATCH
+    assert engine.scored == [made.indices(2)[1].tolist()]
+    assert fill_reference(engine, made, steps=range(5, 5), after_each=nothing) == 0
+
+
+def test_pairs_of_a_later_epoch_are_scored_in_the_first_epochs_steps() -> None:
+    """A run resumed in its second epoch still gets the numbers that an uninterrupted one has."""
+    whole, resumed, engine = batches(shuffle=True), batches(shuffle=True), Arithmetic()
+    fill_reference(Arithmetic(), whole, steps=range(1, 7), after_each=nothing)
+    fill_reference(engine, resumed, steps=range(6, 7), after_each=nothing)
+    first = [resumed.indices(step)[1].tolist() for step in (1, 2, 3)]
+    assert all(scored in first for scored in engine.scored)
+    needed = resumed.indices(6)[1]
+    assert whole.table is not None and resumed.table is not None
+    assert (resumed.table.take(needed) == whole.table.take(needed)).all()
+
+
+def test_an_interrupted_pass_repeats_only_the_step_it_lost() -> None:
+    made, engine = batches(shuffle=True), Arithmetic()
+
+    class Stop(Exception): ...
+
+    def stop() -> None:
+        if len(engine.scored) == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fill_reference(engine, made, steps=range(1, 4), after_each=stop)
+    assert fill_reference(engine, made, steps=range(1, 4), after_each=nothing) == 2
+    assert engine.scored == [made.indices(step)[1].tolist() for step in (1, 2, 3)]
+
+
+def test_a_lost_row_has_its_whole_step_computed_again() -> None:
+    made, engine = batches(shuffle=True), Arithmetic()
+    fill_reference(engine, made, steps=range(1, 4), after_each=nothing)
+    assert made.table is not None
+    lost = made.indices(2)[1]
+    made.table.values[lost[1]] = np.nan
+    assert fill_reference(engine, made, steps=range(1, 4), after_each=nothing) == BATCH
+    assert engine.scored[3:] == [lost.tolist()]
+
+
+# Evaluation
+
+
+def test_evaluation_is_one_mean_over_every_pair() -> None:
+    """Ten pairs in batches of 4, 4 and 2: a mean of means would give another number."""
+    engine, made = Arithmetic(), batches(table=False)
+    metrics = evaluate(engine, made, prefix="eval/dpo_")
+    assert metrics["eval/dpo_loss"] == 4.5
+    assert metrics.pop("eval/dpo_num_pairs") == PAIRS
+    names = engine.loss.metric_names
+    assert metrics == {f"eval/dpo_{n}": 4.5 + i for i, n in enumerate(names) if not n.startswith("ref_")}
+    dataset: Any = made.dataset
+    assert sorted(dataset.read) == list(range(PAIRS))
