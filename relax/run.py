@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ from relax.backend.parallel import initialize, main_rank_first, shutdown
 from relax.backend.state import training_state
 from relax.batches import Batches, evaluate, fill_reference
 from relax.data import load_pairs
+from relax.errors import UserError
 from relax.loss_flags import build_loss
 from relax.metrics import pair_means, throughput
 from relax.profiling import StepProfiler
@@ -42,7 +44,15 @@ from relax.settings import (
 )
 from relax.stopping import StopSignal
 from relax.tracking import Tracker, WandbOptions
-from relax.weights import WeightSource, check_reference, check_resume, load_weights, reference_identity, resume
+from relax.weights import (
+    WeightSource,
+    check_data,
+    check_objective,
+    check_reference,
+    load_weights,
+    reference_identity,
+    resume,
+)
 
 
 class Run:
@@ -67,6 +77,11 @@ class Run:
         )
         self.resumed = find_checkpoint(args.load, step=args.ckpt_step, flag="--load") if args.load else None
         self.start_step = self.resumed.step if self.resumed and not args.finetune else 0
+        self.source = WeightSource(args.ref_load, args.ref_ckpt_step)
+        if self.resumed:
+            check_objective(self.resumed, loss_type=args.loss_type, head=self.loss.head)
+        if self.loss.needs_reference or not self.resumed:
+            self.source.check()
         self.engine = Engine(
             self.hf_config,
             loss=self.loss,
@@ -80,13 +95,13 @@ class Run:
         self.eval_sets = {
             name: self._read([path], title=f"eval {name}".rstrip()) for name, path in args.eval_prompt_data.items()
         }
-        self._write_data_report()
         self.total_steps = total_steps(args, self.train_set)
         self.trains = self.start_step < self.total_steps
         self.evaluates_first = args.skip_train or self.start_step == 0
         self.stop_signal = StopSignal()
         self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save else None
         self._prepare_weights()
+        self._write_data_report()
         self.shape = model_shape(self.hf_config, head=self.loss.head)
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
         self.tracker = self._open_tracker() if is_main_rank() else None
@@ -132,14 +147,13 @@ class Run:
         """The reference's numbers first, while the model alone is in memory; then the policy's weights, then the optimizer."""
         args, engine, info = self.args, self.engine, self.resumed
         if info:
-            data = self.train_set.dataset.fingerprint if self.train_set and not args.finetune else None
-            check_resume(info, loss_type=args.loss_type, head=self.loss.head, fingerprint=data)
+            if self.train_set and not args.finetune:
+                check_data(info, fingerprint=self.train_set.dataset.fingerprint)
         self.reference: dict[str, Any] | None = None
         if self.loss.needs_reference or not info:
-            source = WeightSource(args.ref_load, args.ref_ckpt_step)
-            source.load(engine, flag="--ref-load", seed=args.seed)
+            self.source.load(engine, flag="--ref-load", seed=args.seed)
             if self.loss.needs_reference:
-                self.reference = reference_identity(engine, source)
+                self.reference = reference_identity(engine, self.source)
                 if info and not args.finetune:
                     check_reference(self.reference, info)
                 self._fill_tables()
@@ -236,9 +250,12 @@ class Run:
         waited = time.perf_counter() - start
         result = self.engine.train_step(batch)
         seconds = time.perf_counter() - start
-        if not math.isfinite(result.grad_norm):
-            raise FloatingPointError(
-                f"step {step}: the gradient norm is {result.grad_norm}; no checkpoint holds this step"
+        if not (math.isfinite(result.grad_norm) and np.isfinite(result.values).all()):
+            loss = pair_means(result.values, self.loss.metric_names, prefix="")["loss"]
+            raise UserError(
+                f"step {step}: the loss is {loss:.4g} and the gradient norm {result.grad_norm:.4g}; no checkpoint holds this "
+                f"step. Training diverged (--lr {self.args.lr:g}: try a lower one, or --lr-warmup-iters), or the weights or "
+                "rows are not what they should be"
             )
         num_pairs = len(self.train_set.dataset)
         consumed = self.train_set.consumed(step)
@@ -286,7 +303,7 @@ class Run:
     def say(self, text: str) -> None:
         """Tell the user, once for all ranks."""
         if is_main_rank():
-            (self.tracker.print if self.tracker else print)(text)
+            self.tracker.print(text) if self.tracker else print(text, flush=True)
 
     def save(self, step: int) -> None:
         """A complete checkpoint of this step, and the Hugging Face export where asked."""
@@ -308,6 +325,10 @@ class Run:
                 files["relax_dpo_reference.json"] = self.reference
             state = training_state(self.engine, step=step, optimizer=args.save_optim, rng=args.save_rng, loading=False)
             self.store.save_checkpoint(step=step, state=state, files=files, async_save=args.async_save)
+        self._export(step)
+
+    def _export(self, step: int) -> None:
+        args = self.args
         if args.save_hf:
             output = Path(args.save_hf.replace("{iteration}", str(step)))
             export_hf(
@@ -334,8 +355,10 @@ class Run:
             self.say(
                 f"step {self.start_step} of {self.total_steps} is done: nothing left to train; raise --num-rollout to go on"
             )
+            self._export(self.start_step)  # the run before may have ended between its last checkpoint and its export
+        speaks = is_main_rank()
         self._close()
-        if is_main_rank():
+        if speaks:
             log = self.args.log_dir / f"{self.args.exp_name}.jsonl"
             curves(log, self.args.log_dir / self.args.exp_name / "curves.png")
             print(summary(log))
