@@ -84,7 +84,7 @@ class Recorded:
         return dataset
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        loss = super().compute_loss(*args, **kwargs)
         self.losses.append(float(loss.detach()))
         return loss
 
