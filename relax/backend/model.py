@@ -50,18 +50,19 @@ def read_hf_config(directory: Path) -> HFConfig:
     """
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory}: no config.json there; --hf-checkpoint takes a Hugging Face model directory")
+    known = ", ".join(FAMILIES)
     try:
+        kind = transformers.PretrainedConfig.get_config_dict(directory, local_files_only=True)[0].get("model_type")
+        if kind not in FAMILIES:  # before transformers advises to trust the directory's code, or to upgrade
+            raise UserError(f"{directory}/config.json: model_type {kind!r} is not supported; families: {known}")
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        known = ", ".join(FAMILIES)
         raise UserError(f"{directory}/config.json: not a config relax can read ({error}); families: {known}") from None
     _refuse_unsupported(config, where=f"{directory}/config.json")
     return config
 
 
 def _refuse_unsupported(config: HFConfig, *, where: str) -> None:
-    if config.model_type not in FAMILIES:
-        raise UserError(f"{where}: model_type {config.model_type!r} is not supported; families: {', '.join(FAMILIES)}")
     rope = config.rope_parameters
     rules = {
         f"hidden_act {config.hidden_act!r} (only silu)": config.hidden_act != "silu",
