@@ -8,6 +8,7 @@ import numpy as np
 
 from relax.backend.engine import Batch, Engine
 from relax.data import PairDataset, batch_at_step
+from relax.errors import UserError
 from relax.metrics import Work
 from relax.packing import StepPlan, plan_step
 from relax.reference import ReferenceTable
@@ -114,7 +115,13 @@ def fill_reference(engine: Engine, batches: Batches, *, steps: range, after_each
     scored = 0
     for indices in batches.epoch():
         if len(table.missing(indices[needed[indices]])):
-            table.put(indices, engine.score(batches.batch(indices, with_reference=False)))
+            scores = engine.score(batches.batch(indices, with_reference=False))
+            if not np.isfinite(scores).all():
+                raise UserError(
+                    f"the reference gives pair {indices[~np.isfinite(scores).all(axis=1)][0]} a log-probability that is not "
+                    "a finite number: the weights in --ref-load (default: --hf-checkpoint) are damaged or overflow"
+                )
+            table.put(indices, scores)
             scored += len(indices)
             after_each()
     return scored
@@ -126,6 +133,11 @@ def evaluate(engine: Engine, batches: Batches, *, prefix: str) -> dict[str, floa
     names = [name for name in engine.loss.metric_names if not name.startswith("ref_")]
     kept = [engine.loss.metric_names.index(name) for name in names]
     means = np.concatenate(values).mean(axis=0)[kept]
+    if not np.isfinite(means).all():
+        raise UserError(
+            f"the evaluation {prefix.rstrip('_')} is not a finite number: the weights are damaged, or training diverged; "
+            "checkpoints saved before are as they were"
+        )
     return {
         **{prefix + name: float(mean) for name, mean in zip(names, means, strict=True)},
         prefix + "num_pairs": len(batches.dataset),
