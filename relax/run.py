@@ -146,9 +146,8 @@ class Run:
     def _prepare_weights(self) -> None:
         """The reference's numbers first, while the model alone is in memory; then the policy's weights, then the optimizer."""
         args, engine, info = self.args, self.engine, self.resumed
-        if info:
-            if self.train_set and not args.finetune:
-                check_data(info, fingerprint=self.train_set.dataset.fingerprint)
+        if info and self.train_set and not args.finetune:
+            check_data(info, fingerprint=self.train_set.dataset.fingerprint)
         self.reference: dict[str, Any] | None = None
         if self.loss.needs_reference or not info:
             self.source.load(engine, flag="--ref-load", seed=args.seed)

@@ -13,6 +13,7 @@ from typing import Any
 from relax.backend.checkpoint import CheckpointInfo, find_checkpoint, load_checkpoint
 from relax.backend.engine import Engine
 from relax.backend.state import load_model_state, load_training_state, model_state, training_state
+from relax.backend.tensor_files import TensorFiles
 from relax.backend.weights import initialize_score, load_hf_weights, weight_hashes
 from relax.errors import UserError
 
@@ -24,9 +25,18 @@ class WeightSource:
     path: Path
     step: int | None = None
 
+    def check(self) -> None:
+        """Refuse Hugging Face weights that cannot be read, from their headers alone: before the data take their time."""
+        if self.is_hugging_face:
+            TensorFiles(self.path)
+
+    @property
+    def is_hugging_face(self) -> bool:
+        return (self.path / "config.json").is_file()
+
     def load(self, engine: Engine, *, flag: str, seed: int) -> None:
         """Fill the model. A reward model's head comes along, or is initialised from the seed where a base model has none."""
-        if (self.path / "config.json").is_file():
+        if self.is_hugging_face:
             load_hf_weights(engine.chunks, self.path, engine.hf_config, seed=seed)
             return
         info = find_checkpoint(self.path, step=self.step, flag=flag)
@@ -81,8 +91,8 @@ def check_reference(identity: dict[str, Any], info: CheckpointInfo) -> None:
         )
 
 
-def check_resume(info: CheckpointInfo, *, loss_type: str, head: str, fingerprint: str | None) -> None:
-    """Refuse a checkpoint of another objective, or a resumed run over other data; fingerprint None skips the data."""
+def check_objective(info: CheckpointInfo, *, loss_type: str, head: str) -> None:
+    """Refuse a checkpoint of another objective."""
     saved = info.run.get("loss_type")
     found = {"lm": "a language model", "scalar": "a reward model"}.get(info.head or "", f"head {info.head!r}")
     known = info.head or ("lm" if not info.run else None)  # made elsewhere, with its embedding as output layer
@@ -91,8 +101,12 @@ def check_resume(info: CheckpointInfo, *, loss_type: str, head: str, fingerprint
             f"--load {info.path} holds {found}{f' trained with --loss-type {saved}' if saved else ''}, but this run has "
             f"--loss-type {loss_type}; give another --load, or the matching --loss-type"
         )
+
+
+def check_data(info: CheckpointInfo, *, fingerprint: str) -> None:
+    """Refuse to resume over other data."""
     data = info.run.get("data_fingerprint")
-    if fingerprint is not None and data is not None and data != fingerprint:
+    if data is not None and data != fingerprint:
         raise UserError(
             f"--load {info.path} was trained on data {data[:16]} ({info.run.get('num_pairs')} pairs), but --prompt-data gives "
             f"{fingerprint[:16]}: the order of pairs would not continue; give the same data and limits, or --finetune"
