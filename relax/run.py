@@ -97,7 +97,7 @@ class Run:
         }
         self.total_steps = total_steps(args, self.train_set)
         self.trains = self.start_step < self.total_steps
-        self.evaluates_first = args.skip_train or self.start_step == 0
+        self.evaluates_first = bool(self.eval_sets) and (args.skip_train or self.start_step == 0)
         self.stop_signal = StopSignal()
         self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save else None
         self._prepare_weights()
