@@ -243,6 +243,24 @@ def test_the_distributed_optimizer_gives_the_plain_ones_numbers(step: Callable[.
         assert_near(other_weights, weights, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_keeps_nothing_of_the_gradients_before_it(
+    directories: dict[str, Path], references: np.ndarray, loss: str, distributed: bool
+) -> None:
+    found = []
+    for seeds in ([1, 2], [2]):
+        options = replace(OPTIONS, lr=0.0, weight_decay=0.0, distributed=distributed)
+        engine = make_engine(directories[loss], loss, options=options)
+        for seed in seeds:
+            batch = make_batch(make_pairs(SIZES, seed=seed), references=references if loss == "dpo" else None)
+            result = engine.train_step(batch)
+        found.append((result.values, result.grad_norm, gradients(engine)))
+    (values, norm, grads), (expected, expected_norm, expected_grads) = found
+    assert (values == expected).all() and norm == expected_norm
+    assert_same(grads, expected_grads)
+
+
 # Symmetries
 
 
