@@ -56,7 +56,7 @@ def _format_of(row: Row, columns: Columns) -> str | None:
         return None
     if columns.get(row, "conversations"):
         return "sharegpt"
-    if isinstance(chosen, list) and (len(chosen) > 1 or not prompt):
+    if isinstance(chosen, list) and not (prompt and (len(chosen) == 1 or _begins_with_answer(chosen, columns))):
         return "implicit_prompt"
     if isinstance(prompt, str) and prompt and _is_dialogue(prompt):
         return "dialogue"
@@ -65,6 +65,13 @@ def _format_of(row: Row, columns: Columns) -> str | None:
     if prompt:
         return "explicit_prompt"
     return "dialogue" if isinstance(chosen, str) and _is_dialogue(chosen) else None
+
+
+def _begins_with_answer(messages: list[Any], columns: Columns) -> bool:
+    """Messages that follow a prompt, where a whole conversation would begin with the system or the user."""
+    first = messages[0] if isinstance(messages[0], dict) else {}
+    role = next((value for name, value in first.items() if columns.fields.get(name, name) == "role"), None)
+    return isinstance(role, str) and columns.roles.get(role, role) in ("assistant", "tool")
 
 
 def read_pair(row: Any, *, name: str, columns: Columns, options: DataOptions) -> PreferencePair:

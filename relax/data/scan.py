@@ -27,9 +27,10 @@ class FileScan:
     columns: Columns
     num_rows: int
 
-    def consumed_columns(self) -> frozenset[str]:
-        """Columns that the format reads, and those that are known to inform people only."""
-        return self.columns.consumed(FORMAT_PARTS[self.format]) | INFORMATION
+    def consumed_columns(self, *, tools: bool) -> frozenset[str]:
+        """Columns that something reads, and those that are known to inform people only; `tools`: the template does."""
+        consumed = self.columns.consumed(FORMAT_PARTS[self.format]) | INFORMATION
+        return consumed if tools else consumed - {self.columns.names.get("tools")}
 
 
 def scan_file(path: Path, *, options: DataOptions) -> FileScan:

@@ -8,6 +8,7 @@ Invariants: no code from the model directory runs and nothing is downloaded; tru
 `tokenizer.json` never touch data.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ def load_tokenizer(directory: Path) -> Any:
         raise UserError(f"{directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"{directory}: the tokenizer has no tokenizer.json (a fast tokenizer), which relax needs.")
+    # Chosen or left as it is, but set: unset, tokenizers warns at every later fork (checkpoint writers fork).
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -53,6 +56,11 @@ class TemplateFacts:
 
 def has_chat_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
     return bool(tokenizer.chat_template or template_kwargs.get("chat_template"))
+
+
+def reads_tools(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
+    """Whether the chat template has a place for tools; one that has none would drop them without a word."""
+    return "tools" in str(template_kwargs.get("chat_template") or tokenizer.chat_template)
 
 
 def probe_template(tokenizer: Any, *, template_kwargs: Mapping[str, Any]) -> TemplateFacts:

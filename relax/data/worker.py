@@ -26,7 +26,7 @@ from relax.data.render import PairEncoder
 from relax.data.rows import PreferencePair, RowRejected
 from relax.data.scan import FileScan
 from relax.data.sources import Chunk
-from relax.data.tokenizer import load_tokenizer
+from relax.data.tokenizer import load_tokenizer, reads_tools
 from relax.errors import UserError
 
 CHUNKS_IN_FLIGHT = 4  # per worker
@@ -76,13 +76,14 @@ class ChunkTokenizer:
         self._encoder = PairEncoder(tokenizer, options=options)
         self._scans = scans
         self._options = options
+        self._reads_tools = reads_tools(tokenizer, options.template_kwargs)
 
     def __call__(self, chunk: Chunk) -> ChunkResult:
         scan = self._scans[chunk.file]
         rejections: list[Rejection] = []
         rows: list[_ReadRow] = []
         unused: dict[str, int] = {}
-        consumed = scan.consumed_columns()
+        consumed = scan.consumed_columns(tools=self._reads_tools)
         for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
             try:
                 pair = read_pair(row, name=scan.format, columns=scan.columns, options=self._options)

@@ -202,6 +202,13 @@ def test_a_row_that_does_not_fit_is_refused(first: Any, row: Any, code: str | No
     assert detail in refused.value.detail
 
 
+def test_messages_that_follow_a_prompt_are_no_whole_conversation():
+    turns = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "3"}, assistant("A")]
+    row = {"prompt": [user("Q")], "chosen": turns, "rejected": [*turns[:2], assistant("B")]}
+    with pytest.raises(RowRejected, match="chosen holds 3 messages beside a prompt"):
+        read(row)
+
+
 def test_a_missing_pair_id_is_refused():
     with pytest.raises(RowRejected, match="uid .--pair-id-key. is missing"):
         read({**GOOD, "uid": None}, first={**GOOD, "uid": 1}, pair_id_key="uid")

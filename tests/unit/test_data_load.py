@@ -5,19 +5,21 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from relax.data import DataOptions, PairDataset, dataset, load_pairs
+from relax.data import DataOptions, PairDataset, dataset, load_pairs, worker
 from relax.data import load as load_module
 from relax.data.fingerprint import cache_key
 from relax.data.tokenizer import load_tokenizer
 from relax.data.worker import pair_hash
 from relax.errors import UserError
-from tests.unit.data_samples import assistant, build_tokenizer, chat_row, load, user, write_jsonl
+from tests.unit.data_samples import QWEN3, assistant, build_tokenizer, chat_row, load, user, write_jsonl
 
 ROWS = [chat_row(f"Question {i}?", f"Yes {i}", f"No {i}", margin=float(i)) for i in range(8)]
 # One row per reason that a row alone can have, at known lines.
@@ -145,6 +147,13 @@ def test_columns_with_content_that_nothing_uses_are_reported(tmp_path: Path, tok
     assert "columns with content that nothing uses: messages (1 rows), prompt (1 rows)" in report.table()
 
 
+def test_tools_that_the_template_has_no_place_for_are_reported(tmp_path: Path, tokenizer_dir: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row("Q", "A", "B", tools=[{"name": "f"}])])
+    assert load(path, tokenizer_dir).report.unused_columns == {"tools": 1}
+    qwen3 = build_tokenizer(tmp_path / "qwen3", template=QWEN3)
+    assert load(path, qwen3).report.unused_columns == {}
+
+
 def test_pair_ids_make_duplicates_where_they_were_asked_for(tmp_path: Path, tokenizer_dir: Path):
     rows = [chat_row("Q", "A", answer, prompt_id="same") for answer in ("B", "C", "D")]
     rows += [chat_row("Q", "A", "E", prompt_id=str(i)) for i in range(3)]
@@ -256,6 +265,18 @@ def test_a_workers_error_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match="The tokenizer has no chat template"):
         load(path, plain, workers=2)
     assert entries(tmp_path / "cache") == []
+
+
+def test_a_worker_that_dies_is_an_error(tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    def dies(*args: Any, **kwargs: Any) -> Iterator[None]:
+        raise BrokenProcessPool
+        yield
+
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    monkeypatch.setattr(load_module, "MIN_ROWS_FOR_POOL", 1)
+    monkeypatch.setattr(worker, "_in_order", dies)
+    with pytest.raises(UserError, match="A tokenizing process died, .* smaller --num-workers"):
+        load(path, tokenizer_dir, workers=2)
 
 
 def test_a_damaged_entry_is_written_again(tmp_path: Path, tokenizer_dir: Path):
