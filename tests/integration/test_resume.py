@@ -1,0 +1,148 @@
+"""A run that was cut short, in whatever way, ends as one that was not: same log lines, same weights, bit for bit."""
+
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.command import Running, Workplace, contents, timeless, write_pairs
+
+pytestmark = pytest.mark.integration
+
+LONG = 48  # steps: enough to be hit by a signal on the way
+KINDS: dict[str, dict[str, Any]] = {
+    "dpo-bf16": {"no_bf16": None},
+    "dpo-fp32-distributed": {"use_distributed_optimizer": True, "lr_decay_style": "WSD", "lr_warmup_iters": 2},
+    "rm-fp32": {"loss_type": "rm", "weight_decay": 0.1},
+}
+
+
+def weights(place: Workplace, export: str) -> bytes:
+    return place.path(f"{export}/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_steps_and_the_same_command_again_are_six_steps(fresh_place: Workplace, assets: Path, kind: str) -> None:
+    place = fresh_place
+    flags = KINDS[kind] | {"eval_prompt_data": assets / "eval.jsonl", "eval_interval": 2}
+    flags |= {"save": "out/run", "load": "out/run", "save_interval": 3, "save_hf": "out/hf"}
+    place.succeed(**flags)
+    log, exported = timeless(place.log("run")), contents(place.path("out/hf"))
+    checkpoint = place.path("out/run/iter_0000006/__0_0.distcp").read_bytes()
+
+    shutil.rmtree(place.path("out/run/iter_0000006"))  # as if it had been killed before the second save
+    shutil.rmtree(place.path("out/hf"))
+    out = place.succeed(**flags)
+    assert "names step 6, but iter_0000006 is not there; taking iter_0000003, the newest complete checkpoint" in out
+    assert "step 3\n" in out and "step 3/6" not in out and "step 4/6" in out and "eval at step 0" not in out
+    assert timeless(place.log("run")) == log
+    assert contents(place.path("out/hf")) == exported
+    assert place.path("out/run/iter_0000006/__0_0.distcp").read_bytes() == checkpoint
+
+    out = place.succeed(**flags, ckpt_step=3)  # as asked, though step 6 is there
+    assert timeless(place.log("run")) == log and contents(place.path("out/hf")) == exported
+
+
+def test_a_finished_run_says_so_and_changes_nothing_but_a_missing_export(fresh_place: Workplace) -> None:
+    place, flags = fresh_place, {"save": "out/run", "load": "out/run", "num_rollout": None, "num_epoch": 2}
+    place.succeed(**flags)
+    log, saved = place.log("run"), contents(place.path("out"))
+    assert [line["train/consumed_pairs"] for line in log] == [8, 16, 20, 28, 36, 40]  # the last batch of an epoch is short
+    out = place.succeed(**flags, save_hf="out/hf")
+    assert "step 6 of 6 is done: nothing left to train" in out and "run: dpo, 6 steps, 40 pairs" in out
+    assert place.log("run") == log
+    after = contents(place.path("out"))
+    assert {name: after[name] for name in saved} == saved
+    assert "hf/model.safetensors" in after
+
+
+def test_background_saves_equal_foreground_saves(fresh_place: Workplace) -> None:
+    place = fresh_place
+    for name, extra in (("front", {}), ("back", {"async_save": True})):
+        place.succeed(save=f"out/{name}", save_interval=1, keep_checkpoints=3, save_hf=f"out/{name}-hf", **extra)
+    assert timeless(place.log("front")) == timeless(place.log("back"))
+    assert weights(place, "out/front-hf") == weights(place, "out/back-hf")
+    front, back = (contents(place.path(f"out/{name}")) for name in ("front", "back"))
+    names = {"latest_checkpointed_iteration.txt"} | {f"iter_000000{n}/__0_0.distcp" for n in (4, 5, 6)}
+    assert set(front) == set(back) > names
+    assert {name: front[name] for name in names} == {name: back[name] for name in names}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place: Workplace, assets: Path) -> tuple[dict[str, Any], list[dict[str, Any]], bytes]:
+    """The flags of a long run, its log, and its weights."""
+    write_pairs(place.path("pairs.jsonl"), 60)
+    place.flags["prompt_data"] = "pairs.jsonl"
+    flags = {"num_rollout": LONG, "eval_prompt_data": assets / "eval.jsonl", "eval_interval": 7, "log_interval": 100}
+    place.succeed(exp_name="whole", save_hf="out/whole-hf", **flags)
+    return flags, timeless(place.log("whole")), weights(place, "out/whole-hf")
+
+
+def wait_for_lines(place: Workplace, running: Running, name: str, count: int) -> None:
+    """Until the log has `count` lines, or the run ends."""
+    path = place.path(f"log/{name}.jsonl")
+    deadline = time.monotonic() + 120
+    while not (running.job / "ended").exists() and time.monotonic() < deadline:
+        if path.exists() and path.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.002)
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(
+    place: Workplace, uninterrupted: tuple[dict[str, Any], list[dict[str, Any]], bytes]
+) -> None:
+    flags, log, expected = uninterrupted
+    flags = flags | {"save": "out/signals", "load": "out/signals", "save_hf": "out/signals-hf"}
+    done = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        running = place.start(**flags)
+        wait_for_lines(place, running, "signals", done + 4)
+        running.kill(number)
+        ended = running.wait()
+        assert ended.code == 128 + number, (ended.code, ended.err)
+        stopped = int(place.path("out/signals/latest_checkpointed_iteration.txt").read_text())
+        assert done < stopped < LONG and place.log("signals")[-1]["train/step"] == stopped
+        assert f"stopped by signal {number} after step {stopped}: saved in out/signals" in ended.out
+        assert "Traceback" not in ended.err
+        done = stopped
+    place.succeed(**flags)
+    assert timeless(place.log("signals")) == log
+    assert weights(place, "out/signals-hf") == expected
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_a_kill_loses_nothing(
+    place: Workplace, uninterrupted: tuple[dict[str, Any], list[dict[str, Any]], bytes], background: bool
+) -> None:
+    flags, log, expected = uninterrupted
+    name = f"kills-{background}"
+    flags = flags | {"save": f"out/{name}", "load": f"out/{name}", "save_interval": 1, "keep_checkpoints": 2}
+    flags |= {"async_save": background, "save_hf": f"out/{name}-hf"}
+    moments = random.Random(int(background))
+    for _ in range(4):
+        running = place.start(**flags)
+        known = place.path(f"log/{name}.jsonl")
+        lines = known.read_bytes().count(b"\n") if known.exists() else 0
+        wait_for_lines(place, running, name, lines + moments.randrange(1, 6))
+        time.sleep(moments.uniform(0, 0.05))
+        running.kill(signal.SIGKILL)
+        assert running.wait().code in (-signal.SIGKILL, 0)
+    place.succeed(**flags)
+    assert timeless(place.log(name)) == log
+    assert weights(place, f"out/{name}-hf") == expected
+    left = {path.name for path in place.path(f"out/{name}").iterdir()}
+    assert left == {"latest_checkpointed_iteration.txt", f"iter_00000{LONG - 1}", f"iter_00000{LONG}"}
+
+
+def test_without_save_a_signal_still_ends_the_step(place: Workplace) -> None:
+    running = place.start(exp_name="unsaved", num_rollout=10_000, log_interval=10_000)
+    wait_for_lines(place, running, "unsaved", 2)
+    running.kill(signal.SIGTERM)
+    ended = running.wait()
+    assert ended.code == 143 and "nothing saved without --save" in ended.out
+    assert torch.isfinite(torch.tensor(place.log("unsaved")[-1]["train/dpo/loss"]))
