@@ -43,9 +43,9 @@ class ArrayReader:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._buffer, self._position)
-            except ValueError as error:
+            except json.JSONDecodeError as error:
                 if not self._read():
-                    raise self._error(str(error)) from None
+                    raise self._error(f"{error.msg} in the element that begins here") from None
                 continue
             # A number at the end of the block may go on in the next one.
             if end == len(self._buffer) and self._read():

@@ -59,6 +59,8 @@ def _check_rows(chunk: Chunk, *, path: Path) -> list[object]:
             rows.append(json.loads(row) if isinstance(row, bytes) else row)
         except UnicodeDecodeError:
             raise UserError(f"{path}:{number}: not UTF-8 text.") from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: not valid JSON: {error}") from None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: not valid JSON: {error.msg} at character {error.pos + 1}.") from None
+        except RecursionError:
+            raise UserError(f"{path}:{number}: not usable JSON: nested too deeply.") from None
     return rows

@@ -120,10 +120,11 @@ LINE = json.dumps(ROWS[0]).encode()
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("bad.jsonl", LINE + b"\n\n{broken\n", r"bad\.jsonl:3: not valid JSON"),
+        ("bad.jsonl", LINE + b"\n\n{broken\n", r"bad\.jsonl:3: not valid JSON: Expecting property name .* at character 2"),
+        ("deep.jsonl", b"[" * 100_000 + b"\n", r"deep\.jsonl:1: not usable JSON: nested too deeply"),
         ("latin.jsonl", LINE + b'\n{"chosen": "\xe9"}\n', r"latin\.jsonl:2: not UTF-8 text"),
         ("empty.jsonl", b"\n", r"empty\.jsonl: the file holds no rows"),
-        ("bad.json", b"[" + LINE + b",\n\n{broken}]", r"bad\.json:3: not valid JSON"),
+        ("bad.json", b"[" + LINE + b",\n\n{broken}]", r"bad\.json:3: not valid JSON: .* in the element that begins here"),
         ("cut.json", b"[" + LINE + b",", r"cut\.json:1: not valid JSON"),
         ("latin.json", b"[" + LINE + b', "\xe9"]', r"latin\.json: not UTF-8 text"),
         ("bad.csv", b"prompt,chosen,rejected\na,b,c\na,b\n", r"bad\.csv:3: the row has other columns"),
