@@ -8,6 +8,8 @@ Invariants: equal to log_softmax(h W^T).gather(t), values and gradients, for eve
 the weight at or beyond `vocab_size` (padding) get no probability and no gradient. Sums are fp32 (fp64 for fp64 input).
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -61,7 +63,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, vocab_size, group, chunk):  # type: ignore[no-untyped-def]
         shard = _Shard(weight, vocab_size, group)
         wide = _accumulator(hidden.dtype)
-        rows, chunk = hidden.size(0), min(chunk, max(1, hidden.size(0)))
+        rows = hidden.size(0)
         top = torch.full((rows,), -torch.inf, dtype=wide, device=hidden.device)
         total, picked = torch.zeros_like(top), torch.zeros_like(top)
         logits = _Logits(weight, shard.real, chunk, wide)
@@ -87,7 +89,8 @@ class _TargetLogprobs(torch.autograd.Function):
         shard, chunk, rows = ctx.shard, ctx.chunk, hidden.size(0)
         logits = _Logits(weight, shard.real, chunk, logsumexp.dtype)
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=logsumexp.dtype, device=weight.device)
+        grad_weight = torch.empty(weight.shape, dtype=logsumexp.dtype, device=weight.device)
+        grad_weight[shard.real if rows else 0 :] = 0
         real_grad = grad_weight[: shard.real]
         for i in range(0, rows if shard.real else 0, chunk):
             at = slice(i, min(i + chunk, rows))
@@ -98,9 +101,11 @@ class _TargetLogprobs(torch.autograd.Function):
             dz = dz.to(logits.weight.dtype)
             grad_hidden[at] = dz @ logits.weight
             if dz.dtype == real_grad.dtype:
-                real_grad.addmm_(dz.t(), hidden[at].to(dz.dtype))
-            else:
+                torch.addmm(real_grad, dz.t(), hidden[at].to(dz.dtype), beta=int(i > 0), out=real_grad)
+            elif i:
                 real_grad += dz.t() @ hidden[at]
+            else:
+                real_grad.copy_(dz.t() @ hidden[at])
         shard.reduce(grad_hidden)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
@@ -110,13 +115,19 @@ class _Logits:
 
     def __init__(self, weight: torch.Tensor, real: int, chunk: int, wide: torch.dtype) -> None:
         self.weight = widened(weight[:real])
-        self.buffer = torch.empty(chunk, real, dtype=wide, device=weight.device)
+        self.buffer = _workspace(chunk * real, wide, weight.device).view(chunk, real)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         out = self.buffer[: hidden.size(0)]
         if self.weight.dtype == out.dtype:
             return torch.mm(hidden.to(out.dtype), self.weight.t(), out=out)
         return out.copy_(hidden @ self.weight.t())
+
+
+@functools.lru_cache(maxsize=2)
+def _workspace(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for one chunk of logits, kept between calls: fresh pages cost a CPU more than the matmul's own reads."""
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -52,8 +52,11 @@ def build_optimizer(chunks: list[DistributedDataParallel], options: OptimizerOpt
         use_gloo_process_groups=False,
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if options.distributed and isinstance(part.optimizer, torch.optim.AdamW):
-            TorchAdamDistributedOptimizer.adopt(part)
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group.update(fused=True, foreach=False)  # one pass over memory; megatron builds it without
+            if options.distributed:
+                TorchAdamDistributedOptimizer.adopt(part)
     return optimizer
 
 
@@ -114,7 +117,7 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
         for group in optimizer.optimizer.param_groups:
             for p in group["params"]:
                 optimizer.optimizer.state[p] = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.tensor(0.0, device=p.device),
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
