@@ -1,5 +1,6 @@
 """Engines over tiny models, driven by hand, and what tests read out of them."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,19 @@ def assert_near(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor
 def column(engine: Engine, values: np.ndarray, name: str) -> np.ndarray:
     """One metric of every pair."""
     return values[:, engine.loss.metric_names.index(name)]
+
+
+def two_steps(engine: Engine, *, distributed: bool = False) -> tuple[list[Any], list[float], dict[str, list[float]]]:
+    """Two optimizer steps over five pairs of different lengths, against the engine's start as reference where it needs one.
+
+    (per-pair values of both steps, gradient norms, weights by Hugging Face name on rank 0), as plain lists.
+    """
+    pairs = make_pairs([(9, 5, 8), (4, 11, 3), (12, 2, 6), (7, 7, 1), (3, 4, 9)], below=engine.hf_config.vocab_size)
+    plan = plan_step(lengths_of(pairs), dp_size=engine.dp_size, max_tokens=60, microbatch_multiple=engine.microbatch_multiple)
+    batch = make_batch(pairs, plan=plan)
+    if engine.loss.needs_reference:
+        batch = with_reference(engine, batch)
+    engine.prepare_training(dataclasses.replace(OPTIONS, distributed=distributed, overlap=distributed, clip_grad=1.0))
+    results = [engine.train_step(batch) for _ in range(2)]
+    weights = {name: tensor.flatten().tolist() for name, tensor in parameters(engine).items()}
+    return [r.values.tolist() for r in results], [r.grad_norm for r in results], weights

@@ -1,4 +1,7 @@
-"""One rank of test_weights_layouts.py: loads, hashes, scores and exports each model of the job under its layout."""
+"""One rank of test_layouts.py: under each layout of the job in turn, loads, hashes, scores, exports and trains each model.
+
+One start serves all layouts, since imports cost more than the work.
+"""
 
 import json
 import sys
@@ -19,6 +22,7 @@ from relax.backend.weights import load_hf_weights, weight_hashes
 from relax.errors import UserError
 from relax.losses import LOSSES
 from relax.packing import plan_step
+from tests.engines import two_steps
 from tests.models import random_pairs
 
 CPU = torch.device("cpu")
@@ -26,17 +30,29 @@ CPU = torch.device("cpu")
 
 def main(directory: Path) -> None:
     job = json.loads((directory / "job.json").read_text())
-    tensor, pipeline, layers = job["layout"]
-    layout = parallel.ParallelConfig(tensor=tensor, pipeline=pipeline, layers_per_virtual_stage=layers)
-    parallel.initialize(layout, device=CPU, seed=job["seed"], virtual_stages=layout.virtual_stages(4))
-    results: dict[str, Any] = {}
-    for model, head in job["models"].items():
-        results[Path(model).name] = run(
-            Path(model), head, layout, seed=job["seed"], output=directory / Path(model).name
-        )
-    results["error"] = refused(Path(job["contradiction"]), layout)
-    (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    for name, values in job["layouts"].items():
+        distributed = values.pop("distributed", False)
+        layout = parallel.ParallelConfig(**values)
+        parallel.initialize(layout, device=CPU, seed=job["seed"], virtual_stages=layout.virtual_stages(4))
+        output = directory / name
+        results: dict[str, Any] = {}
+        for model, head in job["models"].items():
+            path = Path(model)
+            results[path.name] = run(path, head, layout, seed=job["seed"], output=output / path.name)
+            results[path.name] |= train(path, head, layout, seed=job["seed"], distributed=distributed)
+        results["error"] = refused(Path(job["contradiction"]), layout)
+        (output / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+        parallel_state.destroy_model_parallel()
     parallel.shutdown()
+
+
+def train(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, distributed: bool) -> dict[str, list[Any]]:
+    """Two steps over five pairs, which no two ranks can share evenly."""
+    engine = build(model, head, layout)
+    with on_device(CPU):
+        load_hf_weights(engine.chunks, model, engine.hf_config, seed=seed)
+    values, norms, weights = two_steps(engine, distributed=distributed)
+    return {"values": values, "norms": norms, "weights": weights}
 
 
 def build(model: Path, head: str, layout: parallel.ParallelConfig) -> Engine:
@@ -57,6 +73,7 @@ def run(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, o
         hashes = weight_hashes(engine.chunks, config)
         export_hf(engine.chunks, config, source=model, output=output)
     pairs = random_pairs(vocab_size=config.vocab_size)
+    output.parent.mkdir(exist_ok=True)
     lengths = np.array([[len(p.prompt), len(p.chosen), len(p.rejected)] for p in pairs])
     plan = plan_step(
         lengths,

@@ -1,0 +1,114 @@
+"""Two processes under each layout give what one process gives: hashes, exports, scores, losses, gradient norms, weights."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from relax.backend.export import export_hf
+from relax.backend.model import read_hf_config
+from relax.backend.weights import weight_hashes
+from tests.engines import assert_near, make_engine, two_steps
+from tests.models import load, random_pairs, save_tiny, scores
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("layouts_worker.py")
+ROOT = Path(__file__).parents[2]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "dp2-distributed-overlap": {"distributed": True},
+    "tp2": {"tensor": 2},
+    "tp2-sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "pp2-interleaved": {"pipeline": 2, "layers_per_virtual_stage": 1},
+    "cp2": {"context": 2},
+}
+MODELS: dict[str, dict[str, Any]] = {  # an odd vocabulary pads its last shard
+    "qwen3 untied": {"family": "qwen3", "vocab_size": 271},
+    "qwen2 tied": {"family": "qwen2", "vocab_size": 271, "tie_word_embeddings": True},
+    "llama reward": {"family": "llama", "head": "scalar"},
+    "mistral new reward head": {"family": "mistral", "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(scope="module")
+def one_process_results(one_process: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Per model, saved under its name: what one process finds."""
+    root = tmp_path_factory.mktemp("models")
+    results: dict[str, Any] = {"root": root}
+    for name, options in MODELS.items():
+        save_tiny(root / name, num_hidden_layers=4, **options)
+        model = load(root / name, head=head_of(name), seed=5)
+        config = read_hf_config(root / name)
+        export_hf([model], config, source=root / name, output=root / f"{name} exported")
+        pairs = random_pairs(vocab_size=config.vocab_size)
+        results[name] = {"hashes": weight_hashes([model], config), "scores": scores(model, pairs)}
+        loss = "dpo" if head_of(name) == "lm" else "rm"
+        results[name]["trained"] = two_steps(make_engine(root / name, loss, options=None, seed=5))
+    copy = root / "contradiction"
+    save_tiny(copy, "llama", num_hidden_layers=4, tie_word_embeddings=True)
+    tensors = load_file(copy / "model.safetensors")
+    output = tensors["model.embed_tokens.weight"].clone()
+    output[-1] += 1  # in the last shard's rows
+    save_file({**tensors, "lm_head.weight": output}, copy / "model.safetensors")
+    return results
+
+
+def head_of(name: str) -> str:
+    return "scalar" if "reward" in name else "lm"
+
+
+@pytest.fixture(scope="module")
+def two_process_results(one_process_results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with each layout's exports and both ranks' findings."""
+    root, directory = one_process_results["root"], tmp_path_factory.mktemp("layouts")
+    job = {"layouts": LAYOUTS, "models": {str(root / name): head_of(name) for name in MODELS}, "seed": 5}
+    job["contradiction"] = str(root / "contradiction")
+    (directory / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, str(WORKER), str(directory)], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return directory
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_agree_with_one_process(one_process_results: dict[str, Any], two_process_results: Path, layout: str) -> None:
+    root, directory = one_process_results["root"], two_process_results / layout
+    found = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for name in MODELS:
+        expected = one_process_results[name]
+        for rank in found:
+            assert rank[name]["hashes"] == expected["hashes"], name
+        torch.testing.assert_close(torch.tensor(found[0][name]["scores"]), expected["scores"], rtol=1e-5, atol=1e-6)
+        for file in (root / f"{name} exported").iterdir():
+            assert (directory / name / file.name).read_bytes() == file.read_bytes(), (name, file.name)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in found[0]["error"]
+    assert found[1]["error"] == found[0]["error"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_agrees_with_one_process(one_process_results: dict[str, Any], two_process_results: Path, layout: str) -> None:
+    found = [json.loads((two_process_results / layout / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for name in MODELS:
+        values, norms, weights = one_process_results[name]["trained"]
+        assert found[0][name]["values"] == found[1][name]["values"]  # every rank has every pair's
+        first, second = (torch.tensor(step, dtype=torch.float64) for step in found[0][name]["values"])
+        if head_of(name) == "lm":
+            assert (first[:, 0] == math.log(2)).all()  # policy and reference, bit for bit
+        torch.testing.assert_close(first, torch.tensor(values[0], dtype=torch.float64), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(second, torch.tensor(values[1], dtype=torch.float64), rtol=1e-4, atol=1e-4)
+        assert found[0][name]["norms"] == pytest.approx(norms, rel=1e-5)
+        assert_near(
+            {n: torch.tensor(w) for n, w in found[0][name]["weights"].items()},
+            {n: torch.tensor(w) for n, w in weights.items()},
+            tolerance=1e-4,
+        )
