@@ -94,6 +94,7 @@ def become(request: dict[str, Any]) -> None:
 def run(module: str, arguments: list[str]) -> int:
     """`python -m module arguments`; its exit code."""
     sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)  # else a command that another one imports runs under a warning
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

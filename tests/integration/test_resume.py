@@ -135,6 +135,7 @@ def test_a_kill_loses_nothing(
     place.succeed(**flags)
     assert timeless(place.log(name)) == log
     assert weights(place, f"out/{name}-hf") == expected
+    assert not [path.name for path in place.path("out").iterdir() if path.name.startswith(f".{name}")]
     left = {path.name for path in place.path(f"out/{name}").iterdir()}
     assert left == {"latest_checkpointed_iteration.txt", f"iter_00000{LONG - 1}", f"iter_00000{LONG}"}
 
