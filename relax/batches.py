@@ -1,6 +1,6 @@
 """From a data set to the batches of a run: which pairs a step takes, how they are packed, their reference rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,11 @@ class Batches:
     def steps_per_epoch(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
 
+    @property
+    def all_steps(self) -> range:
+        """The steps of the first epoch, from 1."""
+        return range(1, self.steps_per_epoch + 1)
+
     def indices(self, step: int) -> tuple[int, np.ndarray]:
         """(epoch, pair indices) of a step, counted from 1."""
         return batch_at_step(
@@ -88,7 +93,7 @@ class Batches:
 
     def epoch(self) -> Iterator[np.ndarray]:
         """The pair indices of each step of the first epoch."""
-        for step in range(1, self.steps_per_epoch + 1):
+        for step in self.all_steps:
             yield self.indices(step)[1]
 
     def work(self, indices: np.ndarray, plan: StepPlan, *, scores_tokens: bool) -> Work:
@@ -97,34 +102,6 @@ class Batches:
         for micro in (micro for rank in plan.ranks for micro in rank):
             shared[list(micro.pairs)] = micro.shared
         return Work.of(self.dataset.lengths[indices], shared, scores_tokens=scores_tokens)
-
-
-def fill_reference(engine: Engine, batches: Batches, *, steps: range, after_each: Callable[[], None]) -> int:
-    """Score with the engine's present weights (the reference's) what `steps` will use and the table lacks.
-
-    Pairs are scored in the packing of the first epoch, whose steps are computed whole, so that a policy that equals its
-    reference gives equal bits at that epoch's steps. Returns the number of pairs scored.
-    """
-    table = batches.table
-    assert table is not None
-    needed = np.zeros(len(batches.dataset), dtype=bool)
-    for step in steps:
-        needed[batches.indices(step)[1]] = True
-        if needed.all():
-            break
-    scored = 0
-    for indices in batches.epoch():
-        if len(table.missing(indices[needed[indices]])):
-            scores = engine.score(batches.batch(indices, with_reference=False))
-            if not np.isfinite(scores).all():
-                raise UserError(
-                    f"the reference gives pair {indices[~np.isfinite(scores).all(axis=1)][0]} a log-probability that is not "
-                    "a finite number: the weights in --ref-load (default: --hf-checkpoint) are damaged or overflow"
-                )
-            table.put(indices, scores)
-            scored += len(indices)
-            after_each()
-    return scored
 
 
 def evaluate(engine: Engine, batches: Batches, *, prefix: str) -> dict[str, float]:

@@ -40,9 +40,8 @@ def describe(args: argparse.Namespace) -> None:
         steps = total_steps(args, train)
         if steps:
             optimizer_options(args, steps)
-        print(
-            f"\n{steps} steps of {args.global_batch_size} pairs, {train.steps_per_epoch} an epoch, {dp_size} data-parallel ranks"
-        )
+        size = f"{args.global_batch_size} pairs, {train.steps_per_epoch} an epoch"
+        print(f"\n{steps} steps of {size}, {dp_size} data-parallel ranks")
         print(_packing_table(train, min(steps, train.steps_per_epoch), shape=shape, lm=loss.head == "lm"))
     print("\n" + memory_table(args, config, shape, dp_size=dp_size))
 

@@ -24,13 +24,13 @@ from relax.backend.export import check_output, export_hf
 from relax.backend.model import model_shape, read_hf_config
 from relax.backend.parallel import initialize, main_rank_first, shutdown
 from relax.backend.state import training_state
-from relax.batches import Batches, evaluate, fill_reference
+from relax.batches import Batches, evaluate
 from relax.data import load_pairs
 from relax.errors import UserError
 from relax.loss_flags import build_loss
 from relax.metrics import pair_means, throughput
 from relax.profiling import StepProfiler
-from relax.reference import ReferenceTable, table_path
+from relax.reference_pass import fill_table, open_table
 from relax.report import curves, summary
 from relax.settings import (
     check_model,
@@ -95,6 +95,8 @@ class Run:
         self.eval_sets = {
             name: self._read([path], title=f"eval {name}".rstrip()) for name, path in args.eval_prompt_data.items()
         }
+        self.sets = {"train": self.train_set} if self.train_set else {}
+        self.sets |= {f"eval {name}".rstrip(): batches for name, batches in self.eval_sets.items()}
         self.total_steps = total_steps(args, self.train_set)
         self.trains = self.start_step < self.total_steps
         self.evaluates_first = bool(self.eval_sets) and (args.skip_train or self.start_step == 0)
@@ -133,11 +135,7 @@ class Run:
         )
 
     def _write_data_report(self) -> None:
-        sets = {
-            "train": self.train_set,
-            **{f"eval {name}".rstrip(): batches for name, batches in self.eval_sets.items()},
-        }
-        report = {title: batches.dataset.report.to_json() for title, batches in sets.items() if batches}
+        report = {title: batches.dataset.report.to_json() for title, batches in self.sets.items()}
         directory = self.args.log_dir / self.args.exp_name
         if is_main_rank():
             directory.mkdir(parents=True, exist_ok=True)
@@ -155,7 +153,7 @@ class Run:
                 self.reference = reference_identity(engine, self.source)
                 if info and not args.finetune:
                     check_reference(self.reference, info)
-                self._fill_tables()
+                self._fill_tables(self.reference["sha256"])
         continues = info is not None and self.trains and not args.finetune
         if info and not continues:
             load_weights(engine, info, flag="--load", seed=args.seed)
@@ -163,53 +161,24 @@ class Run:
             engine.prepare_training(optimizer_options(args, self.total_steps))
         if info and continues:
             resume(engine, info, optimizer=args.load_optim, rng=args.load_rng, say=self.say)
-        self.say(
-            f"{args.loss_type}: {engine.num_parameters / 1e6:.1f} M parameters on {self.device}, step {self.start_step}"
-        )
+        self.say(f"{args.loss_type}: {engine.num_parameters / 1e6:.1f} M parameters on {self.device}, step {self.start_step}")
 
-    def _fill_tables(self) -> None:
-        """Reference log-probs of the pairs that this run will use, from earlier runs' tables where they have them."""
-        steps = {"train": range(self.start_step + 1, self.total_steps + 1)} if self.trains and self.train_set else {}
-        sets = {
-            "train": self.train_set,
-            **{f"eval {name}".rstrip(): batches for name, batches in self.eval_sets.items()},
-        }
-        for title, batches in sets.items():
-            if batches is None or (title == "train" and title not in steps):
+    def _fill_tables(self, sha256: str) -> None:
+        for title, batches in self.sets.items():
+            if title == "train" and not self.trains:
                 continue
-            path = table_path(self.args.data_cache_dir, self._numeric_identity(batches)) if is_main_rank() else None
-            batches.table = ReferenceTable(batches.dataset.hashes, path=path)
-            values = torch.from_numpy(batches.table.values).to(self.device)
-            dist.broadcast(values, src=0)
-            batches.table.values = values.cpu().numpy()
+            used = range(self.start_step + 1, self.total_steps + 1) if title == "train" else batches.all_steps
             start = time.perf_counter()
-            used = steps.get(title, range(1, batches.steps_per_epoch + 1))
-            scored = fill_reference(self.engine, batches, steps=used, after_each=self._heed_signals)
-            self.say(
-                f"reference, {title}: {scored} pairs scored in {time.perf_counter() - start:.1f} s, the rest known"
-            )
+            open_table(self.engine, batches, reference_sha256=sha256, directory=self.args.data_cache_dir)
+            scored = fill_table(self.engine, batches, steps=used, after_each=self._heed_signals)
+            seconds = time.perf_counter() - start
+            self.say(f"reference, {title}: {scored} pairs scored in {seconds:.1f} s, the rest known")
 
     def _heed_signals(self) -> None:
         """Before training there is nothing to save but the reference table, which is written as it grows."""
         if stopped := self.stop_signal.on_any_rank(self.device):
             self.say(f"stopped by signal {stopped} before the first step")
             sys.exit(128 + stopped)
-
-    def _numeric_identity(self, batches: Batches) -> dict[str, object]:
-        assert self.reference is not None
-        cuda = self.device.type == "cuda"
-        return {
-            "reference_sha256": self.reference["sha256"],
-            "data_fingerprint": batches.dataset.fingerprint,
-            "dtype": str(self.engine.dtype).removeprefix("torch."),
-            "device": torch.cuda.get_device_name(self.device) if cuda else f"cpu, {torch.get_num_threads()} threads",
-            "torch": torch.__version__,
-            "world_size": dist.get_world_size(),
-            "parallel": str(self.engine.parallel),
-            "packing": str(batches.packing),
-            "batch_size": batches.batch_size,
-            "order": batches.seed if batches.shuffle else "as in the file",
-        }
 
     def _open_tracker(self) -> Tracker:
         args = self.args
@@ -281,9 +250,7 @@ class Run:
         """Every evaluation set, whole."""
         metrics: dict[str, float] = {}
         for name, batches in self.eval_sets.items():
-            metrics |= evaluate(
-                self.engine, batches, prefix="/".join(filter(None, ("eval", name, self.args.loss_type))) + "_"
-            )
+            metrics |= evaluate(self.engine, batches, prefix="/".join(filter(None, ("eval", name, self.args.loss_type))) + "_")
         return metrics
 
     def evaluates_after(self, step: int) -> bool:
@@ -341,9 +308,7 @@ class Run:
 
     def stop(self, number: int, step: int) -> None:
         """End after a saved step because of a signal."""
-        saved = (
-            f"saved in {self.args.save}; the same command resumes" if self.args.save else "nothing saved without --save"
-        )
+        saved = f"saved in {self.args.save}; the same command resumes" if self.args.save else "nothing saved without --save"
         self.say(f"stopped by signal {number} after step {step}: {saved}")
         self._close()
         sys.exit(128 + number)

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax.batches import Batches, Packing, evaluate, fill_reference
+from relax.batches import Batches, Packing, evaluate
 from relax.losses import LOSSES
 from relax.metrics import Work
 from relax.packing import plan_step
 from relax.reference import ReferenceTable
+from relax.reference_pass import fill_table
 from tests.models import TokenPair
 
 PAIRS, BATCH = 10, 4
@@ -127,7 +128,7 @@ def test_work_is_the_plans(dp_size: int) -> None:
 def test_the_reference_pass_has_the_first_epochs_batches(shuffle: bool) -> None:
     """Same pairs, same order, same plan as training's first epoch: equal bits at its steps."""
     made, engine, ticks = batches(shuffle=shuffle), Arithmetic(), []
-    assert fill_reference(engine, made, steps=range(1, 7), after_each=lambda: ticks.append(1)) == PAIRS
+    assert fill_table(engine, made, steps=range(1, 7), after_each=lambda: ticks.append(1)) == PAIRS
     first = [made.indices(step)[1] for step in (1, 2, 3)]
     assert engine.scored == [indices.tolist() for indices in first]
     assert engine.plans == [made.batch(indices).plan for indices in first]
@@ -138,23 +139,23 @@ def test_the_reference_pass_has_the_first_epochs_batches(shuffle: bool) -> None:
 
 def test_a_second_pass_scores_nothing() -> None:
     made, engine = batches(), Arithmetic()
-    fill_reference(engine, made, steps=range(1, 4), after_each=nothing)
-    assert fill_reference(engine, made, steps=range(1, 100), after_each=nothing) == 0
+    fill_table(engine, made, steps=range(1, 4), after_each=nothing)
+    assert fill_table(engine, made, steps=range(1, 100), after_each=nothing) == 0
     assert len(engine.scored) == 3
 
 
 def test_only_the_pairs_of_this_runs_steps_are_scored() -> None:
     made, engine = batches(shuffle=True), Arithmetic()
-    assert fill_reference(engine, made, steps=range(2, 3), after_each=nothing) == BATCH
+    assert fill_table(engine, made, steps=range(2, 3), after_each=nothing) == BATCH
     assert engine.scored == [made.indices(2)[1].tolist()]
-    assert fill_reference(engine, made, steps=range(5, 5), after_each=nothing) == 0
+    assert fill_table(engine, made, steps=range(5, 5), after_each=nothing) == 0
 
 
 def test_pairs_of_a_later_epoch_are_scored_in_the_first_epochs_steps() -> None:
     """A run resumed in its second epoch still gets the numbers that an uninterrupted one has."""
     whole, resumed, engine = batches(shuffle=True), batches(shuffle=True), Arithmetic()
-    fill_reference(Arithmetic(), whole, steps=range(1, 7), after_each=nothing)
-    fill_reference(engine, resumed, steps=range(6, 7), after_each=nothing)
+    fill_table(Arithmetic(), whole, steps=range(1, 7), after_each=nothing)
+    fill_table(engine, resumed, steps=range(6, 7), after_each=nothing)
     first = [resumed.indices(step)[1].tolist() for step in (1, 2, 3)]
     assert all(scored in first for scored in engine.scored)
     needed = resumed.indices(6)[1]
@@ -172,18 +173,18 @@ def test_an_interrupted_pass_repeats_only_the_step_it_lost() -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        fill_reference(engine, made, steps=range(1, 4), after_each=stop)
-    assert fill_reference(engine, made, steps=range(1, 4), after_each=nothing) == 2
+        fill_table(engine, made, steps=range(1, 4), after_each=stop)
+    assert fill_table(engine, made, steps=range(1, 4), after_each=nothing) == 2
     assert engine.scored == [made.indices(step)[1].tolist() for step in (1, 2, 3)]
 
 
 def test_a_lost_row_has_its_whole_step_computed_again() -> None:
     made, engine = batches(shuffle=True), Arithmetic()
-    fill_reference(engine, made, steps=range(1, 4), after_each=nothing)
+    fill_table(engine, made, steps=range(1, 4), after_each=nothing)
     assert made.table is not None
     lost = made.indices(2)[1]
     made.table.values[lost[1]] = np.nan
-    assert fill_reference(engine, made, steps=range(1, 4), after_each=nothing) == BATCH
+    assert fill_table(engine, made, steps=range(1, 4), after_each=nothing) == BATCH
     assert engine.scored[3:] == [lost.tolist()]
 
 

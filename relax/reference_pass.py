@@ -1,0 +1,74 @@
+"""The reference pass: score with the reference's weights what a run will use and its table lacks.
+
+Pairs are scored in the packing of the first epoch, whose steps are computed whole, so that a policy that equals its reference
+gives equal bits at that epoch's steps. The table's file is rank 0's; every rank holds the numbers.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from relax.backend.device import is_main_rank
+from relax.backend.engine import Engine
+from relax.batches import Batches
+from relax.errors import UserError
+from relax.reference import ReferenceTable, table_path
+
+
+def open_table(engine: Engine, batches: Batches, *, reference_sha256: str, directory: Path) -> None:
+    """Give the data set its table, with the rows that earlier runs computed under the same identity. Collective."""
+    path = None
+    if is_main_rank():
+        path = table_path(directory, _identity(engine, batches, reference_sha256=reference_sha256))
+    table = ReferenceTable(batches.dataset.hashes, path=path)
+    values = torch.from_numpy(table.values).to(engine.device)
+    dist.broadcast(values, src=0)
+    table.values = values.cpu().numpy()
+    batches.table = table
+
+
+def fill_table(engine: Engine, batches: Batches, *, steps: range, after_each: Callable[[], None]) -> int:
+    """Score with the engine's present weights (the reference's) what `steps` will use and the table lacks; how many pairs.
+
+    `after_each` runs after each step's rows are stored. UserError where a score is not finite.
+    """
+    table = batches.table
+    assert table is not None
+    needed = np.zeros(len(batches.dataset), dtype=bool)
+    for step in steps:
+        needed[batches.indices(step)[1]] = True
+        if needed.all():
+            break
+    scored = 0
+    for indices in batches.epoch():
+        if len(table.missing(indices[needed[indices]])):
+            scores = engine.score(batches.batch(indices, with_reference=False))
+            if not np.isfinite(scores).all():
+                raise UserError(
+                    f"the reference gives pair {indices[~np.isfinite(scores).all(axis=1)][0]} a log-probability that is not "
+                    "a finite number: the weights in --ref-load (default: --hf-checkpoint) are damaged or overflow"
+                )
+            table.put(indices, scores)
+            scored += len(indices)
+            after_each()
+    return scored
+
+
+def _identity(engine: Engine, batches: Batches, *, reference_sha256: str) -> dict[str, object]:
+    """Everything that the numbers depend on, to the last bit."""
+    cuda = engine.device.type == "cuda"
+    return {
+        "reference_sha256": reference_sha256,
+        "data_fingerprint": batches.dataset.fingerprint,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(engine.device) if cuda else f"cpu, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "world_size": dist.get_world_size(),
+        "parallel": str(engine.parallel),
+        "packing": str(batches.packing),
+        "batch_size": batches.batch_size,
+        "order": batches.seed if batches.shuffle else "as in the file",
+    }
