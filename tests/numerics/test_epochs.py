@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from relax.backend.engine import Engine
-from relax.batches import Batches, Packing, evaluate, fill_reference
+from relax.batches import Batches, Packing, evaluate
 from relax.metrics import pair_means
 from relax.reference import ReferenceTable
+from relax.reference_pass import fill_table, open_table
 from tests.engines import (
     CPU,
     OPTIONS,
@@ -42,6 +43,7 @@ class Dataset:
         rng = np.random.default_rng(2)
         self.pairs = make_pairs([tuple(size) for size in rng.integers(1, 20, (11, 3))])
         self.lengths, self.margins = lengths_of(self.pairs), None
+        self.fingerprint = "ab"
         self.hashes = rng.integers(0, 256, (11, 16), dtype=np.uint8)
 
     def __len__(self) -> int:
@@ -61,7 +63,7 @@ def make_batches(*, batch_size: int = 4, shuffle: bool = True, max_tokens: int =
 
 def filled(engine: Engine, **options: Any) -> Batches:
     made = make_batches(**options)
-    fill_reference(engine, made, steps=range(1, made.steps_per_epoch + 1), after_each=lambda: None)
+    fill_table(engine, made, steps=range(1, made.steps_per_epoch + 1), after_each=lambda: None)
     return made
 
 
@@ -85,6 +87,26 @@ def test_the_first_epoch_equals_its_reference_bit_for_bit(directory: Path, dtype
         assert (column(engine, result.values, "logps_chosen") == column(engine, result.values, "ref_logps_chosen")).all()
         assert (column(engine, result.values, "reward_margin") == 0).all()
         assert result.grad_norm > 0
+
+
+def test_a_later_run_finds_the_table_and_another_identity_does_not(directory: Path, tmp_path: Path) -> None:
+    """The first run stops after one step; numbers are shared by runs that would compute the same bits, and no others."""
+    engine = make_engine(directory, "dpo", options=None)
+
+    def missing(*, sha256: str = "cd", steps: range = range(0), **options: Any) -> list[int]:
+        made = make_batches(**options)
+        open_table(engine, made, reference_sha256=sha256, directory=tmp_path)
+        assert made.table is not None
+        fill_table(engine, made, steps=steps, after_each=lambda: None)
+        return made.table.missing(np.arange(11)).tolist()
+
+    done = make_batches().indices(1)[1]
+    rest = [i for i in range(11) if i not in done]
+    assert missing(steps=range(1, 2)) == rest
+    assert missing() == rest
+    for other in ({"sha256": "ef"}, {"batch_size": 3}, {"shuffle": False}, {"max_tokens": 61}, {"share_prompt": False}):
+        assert missing(**other) == list(range(11))
+    assert missing(steps=range(1, 4)) == missing() == []
 
 
 @DTYPES
