@@ -115,9 +115,7 @@ def _add_checkpoints(group: Group) -> None:
     group.switch("--finetune", "take only the weights from --load and start at step 0")
     group.directory("--save", "where checkpoints go, as iter_0000050 and so on; nothing is saved without it")
     group.whole("--save-interval", None, "steps between checkpoints (default: only at the end)")
-    group.switch(
-        "--no-save-optim", "save checkpoints without optimizer and scheduler state (resume with --no-load-optim)"
-    )
+    group.switch("--no-save-optim", "save checkpoints without optimizer and scheduler state (resume with --no-load-optim)")
     group.switch("--no-save-rng", "save checkpoints without random number states (resume with --no-load-rng)")
     group.switch("--no-load-optim", "resume with a fresh optimizer and scheduler")
     group.switch("--no-load-rng", "resume with random number states from --seed")
@@ -192,21 +190,15 @@ def _add_data(group: Group) -> None:
 
 
 def _add_training(group: Group) -> None:
-    group.whole(
-        "--num-rollout", None, "optimizer steps of the whole run, those before a resume included; this or --num-epoch"
-    )
+    group.whole("--num-rollout", None, "optimizer steps of the whole run, those before a resume included; this or --num-epoch")
     group.whole("--num-epoch", None, "passes over the data, each of ceil(pairs / batch) steps; this or --num-rollout")
     group.whole("--global-batch-size", 32, "pairs per step over all ranks")
     group.whole("--max-tokens-per-gpu", 8192, "token budget of a micro-batch, as laid out, per context-parallel rank")
     group.whole("--seed", 42, "seed of data order, reward head and random number states", at_least=0)
     group.pair("--bf16", True, "compute in bf16 with fp32 master weights and gradients (default), or all in fp32")
-    group.whole(
-        "--eval-interval", None, "steps between evaluations (default: only before the first and after the last step)"
-    )
+    group.whole("--eval-interval", None, "steps between evaluations (default: only before the first and after the last step)")
     group.switch("--skip-train", "evaluate only")
-    group.switch(
-        "--dry-run", "check the flags, read and pack the data, print the plan and the memory estimate, and exit"
-    )
+    group.switch("--dry-run", "check the flags, read and pack the data, print the plan and the memory estimate, and exit")
     group.whole("--world-size", None, "with --dry-run: ranks to plan for (default: the processes that were started)")
 
 
@@ -244,20 +236,14 @@ def _add_parallelism(group: Group) -> None:
         None,
         "ranks that split each expert's weights (default: --tensor-model-parallel-size)",
     )
-    group.switch(
-        "--sequence-parallel", "split activations outside attention and MLP over the tensor-parallel ranks, too"
-    )
+    group.switch("--sequence-parallel", "split activations outside attention and MLP over the tensor-parallel ranks, too")
     group.switch("--use-distributed-optimizer", "split optimizer state over data-parallel ranks")
     group.switch("--overlap-grad-reduce", "reduce gradients over data-parallel ranks during the backward pass")
     group.choice(
         "--recompute-granularity", ["full", "selective"], None, "recompute layers, or only their attention, in backward"
     )
-    group.choice(
-        "--recompute-method", ["uniform", "block"], None, "full: all layers in equal units, or only the first few"
-    )
-    group.whole(
-        "--recompute-num-layers", None, "layers in a unit (uniform), or recomputed layers per pipeline stage (block)"
-    )
+    group.choice("--recompute-method", ["uniform", "block"], None, "full: all layers in equal units, or only the first few")
+    group.whole("--recompute-num-layers", None, "layers in a unit (uniform), or recomputed layers per pipeline stage (block)")
     group.choice("--transformer-impl", ["local"], "local", "whose layers: Megatron's own, the only value")
     group.choice(
         "--attention-backend",
@@ -277,15 +263,11 @@ def _add_logging(group: Group) -> None:
         "the run's name in --log-dir (default: the last part of --save, else loss type and time)",
         metavar="NAME",
     )
-    group.whole(
-        "--log-interval", 1, "steps between console lines where there is no progress bar; the log has every step"
-    )
+    group.whole("--log-interval", 1, "steps between console lines where there is no progress bar; the log has every step")
     group.directory(
         "--log-dir", "where NAME.jsonl (one object of metrics per step) and NAME/curves.png go", default=Path("log")
     )
-    group.real(
-        "--peak-tflops", None, "peak TFLOP/s of one device, for perf/mfu (default: the known or measured peak)", above=0
-    )
+    group.real("--peak-tflops", None, "peak TFLOP/s of one device, for perf/mfu (default: the known or measured peak)", above=0)
     group.switch("--use-wandb", "log to Weights & Biases as well")
     group.text("--wandb-project", None, "W&B project (default: relax)", metavar="NAME")
     group.text("--wandb-name", None, "W&B run name (default: --exp-name)", metavar="NAME")

@@ -10,7 +10,7 @@ from relax.backend.engine import Batch, Engine
 from relax.data import PairDataset, batch_at_step
 from relax.errors import UserError
 from relax.metrics import Work
-from relax.packing import StepPlan, plan_step
+from relax.packing import StepPlan, laid_out_tokens, plan_step
 from relax.reference import ReferenceTable
 
 
@@ -23,6 +23,7 @@ class Packing:
     share_prompt: bool
     microbatch_multiple: int
     area_cost: float
+    row_multiple: int
 
     def plan(self, lengths: np.ndarray) -> StepPlan:
         """The plan of one step over lengths [num_pairs, 3]."""
@@ -98,10 +99,13 @@ class Batches:
 
     def work(self, indices: np.ndarray, plan: StepPlan, *, scores_tokens: bool) -> Work:
         """What the step computes, from its plan."""
-        shared = np.zeros(len(indices), dtype=bool)
+        lengths, shared, padding = self.dataset.lengths[indices], np.zeros(len(indices), dtype=bool), 0
         for micro in (micro for rank in plan.ranks for micro in rank):
-            shared[list(micro.pairs)] = micro.shared
-        return Work.of(self.dataset.lengths[indices], shared, scores_tokens=scores_tokens)
+            pairs = list(micro.pairs)
+            shared[pairs] = micro.shared
+            tokens = int(laid_out_tokens(lengths[pairs], shared[pairs]).sum()) if pairs else 0
+            padding += -tokens % self.packing.row_multiple if tokens else self.packing.row_multiple
+        return Work.of(lengths, shared, scores_tokens=scores_tokens, padding=padding)
 
 
 def evaluate(engine: Engine, batches: Batches, *, prefix: str) -> dict[str, float]:

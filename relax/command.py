@@ -99,9 +99,7 @@ class EvalData(argparse.Action):
             parser.error(f"{option_string} takes [NAME] PATH, not {len(values)} values; repeat the flag for each set")
         name = names[0] if names else ""
         if names and (not re.fullmatch(r"[\w.-]+", name) or Path(name).exists()):
-            parser.error(
-                f"{option_string} takes [NAME] PATH, and {name!r} is not a plain name; repeat the flag for each set"
-            )
+            parser.error(f"{option_string} takes [NAME] PATH, and {name!r} is not a plain name; repeat the flag for each set")
         sets = getattr(namespace, self.dest)
         if name in sets:
             which = f"the set {name!r}" if name else "the set without a name"

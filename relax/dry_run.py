@@ -67,9 +67,7 @@ def _packing_table(train: Batches, steps: int, *, shape: ModelShape, lm: bool) -
         "TFLOP per step": np.array(flops) / 1e12,
     }
     lines = [f"{'':36}{'mean':>12}{'least':>12}{'most':>12}"]
-    lines += (
-        [f"{name:36}{np.mean(v):12.4g}{np.min(v):12.4g}{np.max(v):12.4g}" for name, v in rows.items()] if steps else []
-    )
+    lines += [f"{name:36}{np.mean(v):12.4g}{np.min(v):12.4g}{np.max(v):12.4g}" for name, v in rows.items()] if steps else []
     return "\n".join(lines)
 
 

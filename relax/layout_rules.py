@@ -62,9 +62,7 @@ def _check_experts(args: argparse.Namespace, config: dict[str, Any]) -> None:
     if not experts:
         for flag, idle in ((EP, ep == 1), (ETP, etp == tp), ("--moe-aux-loss-coeff", args.moe_aux_loss_coeff == 0)):
             if not idle:
-                raise UserError(
-                    f"{flag} needs a mixture-of-experts model, and config.json names no experts: drop the flag"
-                )
+                raise UserError(f"{flag} needs a mixture-of-experts model, and config.json names no experts: drop the flag")
         return
     _divides(EP, ep, "number of experts", experts)
     width = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"

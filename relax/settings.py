@@ -50,6 +50,7 @@ def packing(args: argparse.Namespace, *, dp_size: int, hidden_size: int) -> Pack
         share_prompt=args.share_prompt,
         microbatch_multiple=args.pipeline_model_parallel_size if args.num_layers_per_virtual_pipeline_stage else 1,
         area_cost=1 / (6 * hidden_size),
+        row_multiple=parallel_config(args).row_multiple,
     )
 
 

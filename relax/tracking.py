@@ -109,9 +109,7 @@ class Tracker:
                 self.print(f"kept the log of an earlier run as {old}")
             last = cut_back(self.path, step=start_step) if start_step else 0
             if last < start_step:
-                self.print(
-                    f"{self.path} ends at step {last}, before the checkpoint's step {start_step}: steps are missing"
-                )
+                self.print(f"{self.path} ends at step {last}, before the checkpoint's step {start_step}: steps are missing")
             return self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write the log {self.path}: {error}; see --log-dir") from None
@@ -169,9 +167,7 @@ def _start_wandb(options: WandbOptions, log_dir: Path, exp_name: str, start_step
         raise UserError("--use-wandb needs the package wandb: pip install wandb") from None
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"--use-wandb: W&B did not start: {reason} (run `wandb login`, or use --wandb-mode offline)"
-        ) from None
+        raise UserError(f"--use-wandb: W&B did not start: {reason} (run `wandb login`, or use --wandb-mode offline)") from None
     id_file.parent.mkdir(parents=True, exist_ok=True)
     id_file.write_text(run.id)
     return run

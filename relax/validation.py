@@ -57,9 +57,7 @@ def _check_amounts(args: argparse.Namespace) -> None:
     _require(not both, "give --num-rollout (steps) or --num-epoch (passes over the data), not both")
     if not args.skip_train:
         some = args.num_rollout is not None or args.num_epoch is not None
-        _require(
-            some, "give --num-rollout (steps) or --num-epoch (passes over the data), or --skip-train to evaluate only"
-        )
+        _require(some, "give --num-rollout (steps) or --num-epoch (passes over the data), or --skip-train to evaluate only")
         _require(args.prompt_data, "--prompt-data is required, or --skip-train to evaluate only")
     length, completion = args.preference_max_length, args.preference_max_completion_length
     _require(
@@ -89,9 +87,7 @@ def _check_recompute(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         complete = args.recompute_method is not None and args.recompute_num_layers is not None
         advice = "for example --recompute-method uniform --recompute-num-layers 1"
-        _require(
-            complete, f"--recompute-granularity full needs --recompute-method and --recompute-num-layers, {advice}"
-        )
+        _require(complete, f"--recompute-granularity full needs --recompute-method and --recompute-num-layers, {advice}")
     if args.recompute_granularity == "selective":
         for flag in ("--recompute-method", "--recompute-num-layers"):
             _require(not _given(args, flag), f"{flag} has no effect with --recompute-granularity selective")
@@ -106,18 +102,14 @@ def check_files(args: argparse.Namespace) -> None:
             _check_data(flag, path)
     if args.load is not None:
         _require(not args.load.exists() or args.load.is_dir(), f"--load {args.load} is not a directory")
-        _require(
-            not args.finetune or _is_megatron(args.load), f"--finetune: --load {args.load} holds no Megatron checkpoint"
-        )
+        _require(not args.finetune or _is_megatron(args.load), f"--finetune: --load {args.load} holds no Megatron checkpoint")
         _check_iteration("--ckpt-step", args.ckpt_step, args.load)
     if args.save is not None and args.finetune:
         same = args.save.resolve() == args.load.resolve()
         _require(not same, "--finetune starts a new run, so --save must be another directory than --load")
     if args.save_hf is not None:
         rest = args.save_hf.replace("{iteration}", "")
-        _require(
-            "{" not in rest and "}" not in rest, f"--save-hf {args.save_hf}: {{iteration}} is the only placeholder"
-        )
+        _require("{" not in rest and "}" not in rest, f"--save-hf {args.save_hf}: {{iteration}} is the only placeholder")
         for flag, source in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
             same = Path(args.save_hf).resolve() == source.resolve()
             _require(not same, f"--save-hf must be another directory than {flag}: the export would overwrite {source}")
@@ -148,9 +140,7 @@ def _check_reference(path: Path, step: int | None) -> None:
     known = hugging_face or _is_megatron(path)
     _require(known, f"--ref-load {path} is neither an HF directory (config.json) nor a Megatron checkpoint (iter_*)")
     if hugging_face:
-        _require(
-            step is None, f"--ref-ckpt-step {step} picks a Megatron iteration, but --ref-load {path} is an HF directory"
-        )
+        _require(step is None, f"--ref-ckpt-step {step} picks a Megatron iteration, but --ref-load {path} is an HF directory")
     _check_iteration("--ref-ckpt-step", step, path)
 
 

@@ -120,9 +120,7 @@ def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, 
         (rng, info.has_rng, "random number states", "--no-load-rng"),
     ):
         if wanted and not present:
-            raise UserError(
-                f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune"
-            )
+            raise UserError(f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune")
     check_vocabulary_rows(engine, info, flag="--load")
     state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True)
     for change in load_training_state(engine, load_checkpoint(info, state)):

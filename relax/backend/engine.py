@@ -119,8 +119,7 @@ class Engine:
             overlap_grad_reduce=options.overlap,
         )
         self.wrapped = [
-            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0)
-            for i, chunk in enumerate(self.chunks)
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)
         ]
         self.optimizer = build_optimizer(self.wrapped, options)
         self.scheduler = build_scheduler(self.optimizer, options)
@@ -153,9 +152,7 @@ class Engine:
         self.scheduler.step(1)
         return StepResult(values=values, grad_norm=float(grad_norm), lr=float(lr))
 
-    def _pair_losses(
-        self, batch: Batch, positions: tuple[int, ...], scores: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pair_losses(self, batch: Batch, positions: tuple[int, ...], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         def column(table: np.ndarray | None, *at: int) -> torch.Tensor | None:
             if table is None:
                 return None

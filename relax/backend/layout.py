@@ -134,9 +134,7 @@ def build_layout(
     return _shard(pack, device=device, rank=cp_rank, size=cp_size)
 
 
-def _add_completion(
-    pack: _Pack, prompt: np.ndarray, completion: np.ndarray, *, prompt_row: int | None, head: str
-) -> None:
+def _add_completion(pack: _Pack, prompt: np.ndarray, completion: np.ndarray, *, prompt_row: int | None, head: str) -> None:
     size, length = len(prompt), len(completion)
     if prompt_row is None:
         first = pack.add(np.concatenate((prompt, completion))) + size

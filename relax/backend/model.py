@@ -165,9 +165,7 @@ class RMSNorm(torch.nn.Module):
 class PreferenceModel(GPTModel):
     """GPTModel over packed layouts; `forward(ids [1, rows], None, None, packed_seq_params=layout)` gives sequence scores."""
 
-    def __init__(
-        self, config: TransformerConfig, hf_config: HFConfig, *, head: Head, vp_stage: int | None = None
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hf_config: HFConfig, *, head: Head, vp_stage: int | None = None) -> None:
         self.head: Head = head
         self.real_vocab_size = hf_config.vocab_size
         tensor_parallel = config.tensor_model_parallel_size
@@ -218,17 +216,13 @@ class PreferenceModel(GPTModel):
     def _target_logprobs(self, rows: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return target_logprobs(
-            rows, weight, layout.targets, vocab_size=self.real_vocab_size, group=self.pg_collection.tp
-        )
+        return target_logprobs(rows, weight, layout.targets, vocab_size=self.real_vocab_size, group=self.pg_collection.tp)
 
     def _rewards(self, rows: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(rows.dtype, torch.float32)
         return (rows.to(wide) * self.score.weight.to(wide)).sum(1)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         if self.head == "lm":
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         # GPTModel's own looks for an output layer.

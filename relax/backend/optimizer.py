@@ -127,9 +127,7 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
         tensors.pop("step", None)
         return tensors
 
-    def _set_main_param_and_optimizer_states(
-        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-    ) -> None:
+    def _set_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][order]
         main.copy_(tensors["param"])

@@ -31,6 +31,11 @@ class ParallelConfig:
     expert_tensor: int | None = None
     sequence: bool = False
 
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of a pack divide by: zig-zag halves over context, and sequence-parallel slices of those."""
+        return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence else 1)
+
     def virtual_stages(self, num_layers: int) -> int | None:
         """Model chunks per pipeline rank under the interleaved schedule; None without it."""
         if self.layers_per_virtual_stage is None:

@@ -31,9 +31,7 @@ def training_state(engine: Engine, *, step: int, optimizer: bool, rng: bool, loa
     state: dict[str, Any] = {"model": model_state(engine), "step": step}
     if optimizer:
         with on_device(engine.device):
-            state["optimizer"] = engine.optimizer.sharded_state_dict(
-                state["model"], is_loading=loading, metadata=_metadata()
-            )
+            state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=_metadata())
         state["scheduler"] = engine.scheduler.state_dict()
     if rng:
         state["rng"] = _random_states()

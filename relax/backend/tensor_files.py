@@ -29,9 +29,7 @@ class TensorFiles:
             except FileNotFoundError:
                 raise UserError(f"{path}: named in the index but absent; copy the checkpoint again, whole") from None
             except (SafetensorError, OSError) as error:
-                raise UserError(
-                    f"{path}: unreadable or cut short ({error}); copy the checkpoint again, whole"
-                ) from None
+                raise UserError(f"{path}: unreadable or cut short ({error}); copy the checkpoint again, whole") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -90,9 +88,7 @@ def _weight_files(directory: Path) -> list[Path]:
     raise UserError(f"{directory}: no model.safetensors and no model.safetensors.index.json there")
 
 
-def write_tensors(
-    directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], *, shard_bytes: int = 5 * 10**9
-) -> None:
+def write_tensors(directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], *, shard_bytes: int = 5 * 10**9) -> None:
     """Write `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor has its own) and their index."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}

@@ -111,9 +111,7 @@ def _plan(chunks: Sequence[PreferenceModel], config: HFConfig) -> list[_Entry]:
     return sorted(itertools.chain(*stages), key=lambda entry: (entry.chunk, entry.stage))
 
 
-def _entry(
-    name: str, parameter: torch.Tensor, *, stage: int, number: int, chunk: PreferenceModel, tied: bool
-) -> _Entry:
+def _entry(name: str, parameter: torch.Tensor, *, stage: int, number: int, chunk: PreferenceModel, tied: bool) -> _Entry:
     local = re.match(r"decoder\.layers\.(\d+)\.", name)
     row = TABLE[re.sub(r"layers\.\d+\.", "layers.*.", name)]
     names = row.tensors
@@ -148,9 +146,7 @@ def load_hf_weights(chunks: Sequence[PreferenceModel], directory: Path, config: 
     agree(lambda: _load(chunks, plan, TensorFiles(directory), config, seed=seed))
 
 
-def _load(
-    chunks: Sequence[PreferenceModel], plan: list[_Entry], source: TensorFiles, config: HFConfig, *, seed: int
-) -> None:
+def _load(chunks: Sequence[PreferenceModel], plan: list[_Entry], source: TensorFiles, config: HFConfig, *, seed: int) -> None:
     scalar = chunks[0].head == "scalar"
     expected = {name: shape for entry in plan for name, shape in zip(entry.names, entry.shapes, strict=True)}
     if scalar and SCORE not in source:

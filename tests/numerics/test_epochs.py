@@ -54,7 +54,9 @@ class Dataset:
 
 
 def make_batches(*, batch_size: int = 4, shuffle: bool = True, max_tokens: int = 60, share_prompt: bool = True) -> Batches:
-    packing = Packing(dp_size=1, max_tokens=max_tokens, share_prompt=share_prompt, microbatch_multiple=1, area_cost=1 / 288)
+    packing = Packing(
+        dp_size=1, max_tokens=max_tokens, share_prompt=share_prompt, microbatch_multiple=1, area_cost=1 / 288, row_multiple=1
+    )
     dataset: Any = Dataset()
     made = Batches(dataset=dataset, packing=packing, batch_size=batch_size, seed=3, shuffle=shuffle)
     made.table = ReferenceTable(dataset.hashes, path=None)

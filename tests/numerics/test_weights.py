@@ -91,9 +91,7 @@ def test_a_tied_checkpoint_may_repeat_its_embeddings_but_not_contradict_them(tmp
     assert weight_hashes([load(tmp_path)], read_hf_config(tmp_path)) == alone
     save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
     load(tmp_path, head="scalar")  # a reward model has no output layer to tie
-    with pytest.raises(
-        UserError, match="ties the embeddings, but lm_head.weight differs from model.embed_tokens.weight"
-    ):
+    with pytest.raises(UserError, match="ties the embeddings, but lm_head.weight differs from model.embed_tokens.weight"):
         load(tmp_path)
 
 

@@ -149,8 +149,7 @@ BAD_VALUES = {
     ("--conversation-key-map", '{"a": 1}'): "--conversation-key-map: must map strings to strings, but 'a' maps to 1",
     ("--apply-chat-template-kwargs", "[1]"): "--apply-chat-template-kwargs: must be a JSON object such as "
     "'{\"key\": \"value\"}', not '[1]'",
-    ("--eval-prompt-data", "a", "b", "c"): "--eval-prompt-data takes [NAME] PATH, not 3 values; repeat the flag for "
-    "each set",
+    ("--eval-prompt-data", "a", "b", "c"): "--eval-prompt-data takes [NAME] PATH, not 3 values; repeat the flag for each set",
     ("--eval-prompt-data", "more.jsonl", "eval.jsonl"): "--eval-prompt-data takes [NAME] PATH, and 'more.jsonl' is not "
     "a plain name; repeat the flag for each set",
     ("--eval-prompt-data", "a/b", "eval.jsonl"): "--eval-prompt-data takes [NAME] PATH, and 'a/b' is not a plain name; "

@@ -67,12 +67,10 @@ CONTRADICTIONS = {
     "--preference-max-length 64 --preference-max-completion-length 64": "--preference-max-completion-length 64 must be "
     "below --preference-max-length 64, which holds the prompt too",
     "--lr-warmup-iters 5 --lr-warmup-fraction 0.1": "give --lr-warmup-iters or --lr-warmup-fraction, not both",
-    "--lr-warmup-iters 100": "--lr-warmup-iters 100 must be below --num-rollout 100: the peak --lr would "
-    "not be reached",
+    "--lr-warmup-iters 100": "--lr-warmup-iters 100 must be below --num-rollout 100: the peak --lr would not be reached",
     "--lr-decay-style constant --min-lr 1e-7": "--min-lr has no effect with --lr-decay-style constant",
     "--lr 1e-6 --min-lr 1e-5": "--min-lr 1e-05 must not be above --lr 1e-06",
-    "--profile --profile-step-start 4 --profile-step-end 4": "--profile-step-start 4 must be "
-    "below --profile-step-end 4",
+    "--profile --profile-step-start 4 --profile-step-end 4": "--profile-step-start 4 must be below --profile-step-end 4",
     "--profile --profile-step-start 101": "--profile-step-start 101 is after the last step, --num-rollout 100",
     "--recompute-granularity full": "--recompute-granularity full needs --recompute-method and --recompute-num-layers, "
     "for example --recompute-method uniform --recompute-num-layers 1",
@@ -89,9 +87,7 @@ def test_contradictions(extra):
 
 
 VALUES = {
-    **dict.fromkeys(
-        ("--ref-ckpt-step", "--ckpt-step", "--save-interval", "--keep-checkpoints", "--eval-interval"), "5"
-    ),
+    **dict.fromkeys(("--ref-ckpt-step", "--ckpt-step", "--save-interval", "--keep-checkpoints", "--eval-interval"), "5"),
     **dict.fromkeys(("--world-size", "--recompute-num-layers", "--profile-step-start", "--profile-step-end"), "5"),
     **dict.fromkeys(("--wandb-project", "--wandb-name"), "x"),
     "--wandb-mode": "offline",

@@ -9,7 +9,7 @@ import pytest
 from relax.batches import Batches, Packing, evaluate
 from relax.losses import LOSSES
 from relax.metrics import Work
-from relax.packing import plan_step
+from relax.packing import laid_out_tokens, plan_step
 from relax.reference import ReferenceTable
 from relax.reference_pass import fill_table
 from tests.models import TokenPair
@@ -57,9 +57,13 @@ class Arithmetic:
         return numbers[:, None] + np.arange(len(self.loss.metric_names))
 
 
-def batches(*, shuffle: bool = False, margins: bool = False, table: bool = True, dp_size: int = 1) -> Batches:
+def batches(
+    *, shuffle: bool = False, margins: bool = False, table: bool = True, dp_size: int = 1, row_multiple: int = 1
+) -> Batches:
     dataset: Any = Dataset(margins=margins)
-    packing = Packing(dp_size=dp_size, max_tokens=40, share_prompt=True, microbatch_multiple=1, area_cost=0.001)
+    packing = Packing(
+        dp_size=dp_size, max_tokens=40, share_prompt=True, microbatch_multiple=1, area_cost=0.001, row_multiple=row_multiple
+    )
     made = Batches(dataset=dataset, packing=packing, batch_size=BATCH, seed=5, shuffle=shuffle)
     made.table = ReferenceTable(dataset.hashes, path=None) if table else None
     return made
@@ -119,6 +123,18 @@ def test_work_is_the_plans(dp_size: int) -> None:
     assert shared.sum() > 0
     expected = Work.of(made.dataset.lengths[indices], shared, scores_tokens=True)
     assert made.work(indices, plan, scores_tokens=True) == expected
+
+
+def test_padding_counts_as_laid_out_rows() -> None:
+    made = batches(dp_size=2, row_multiple=8)
+    indices = np.arange(3)
+    plan = made.packing.plan(made.dataset.lengths[indices])
+    rows = 0
+    for micro in (micro for rank in plan.ranks for micro in rank):
+        tokens = laid_out_tokens(made.dataset.lengths[list(micro.pairs)], np.array(micro.shared)).sum() if micro.pairs else 0
+        rows += max(8, -(-int(tokens) // 8) * 8)
+    work = made.work(indices, plan, scores_tokens=True)
+    assert work.rows == rows > work.tokens
 
 
 # The reference pass

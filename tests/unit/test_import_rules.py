@@ -37,9 +37,7 @@ def violations(importer: str, source: str) -> list[str]:
     broken += [name for name in found if within(name, "relax.train")]
     for package in SELF_CONTAINED:
         if within(importer, package):
-            broken += [
-                name for name in found if within(name, "relax") and not within(name, package) and name != "relax"
-            ]
+            broken += [name for name in found if within(name, "relax") and not within(name, package) and name != "relax"]
     return sorted(broken)
 
 

@@ -123,7 +123,5 @@ def test_a_downloaded_archive_is_checked(tmp_path: Path, monkeypatch: pytest.Mon
 def make_wheel(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr("relax_none-0.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: relax-none\nVersion: 0.1\n")
-        wheel.writestr(
-            "relax_none-0.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        wheel.writestr("relax_none-0.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("relax_none-0.1.dist-info/RECORD", "")
