@@ -33,6 +33,7 @@ class ReferenceTable:
         with open(path, "a+b") as file:
             if os.fstat(file.fileno()).st_size != size:
                 file.truncate(size)
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so here; later, writing through the map would kill
         return np.memmap(path, dtype=ROW, mode="r+", shape=(len(self.hashes),))
 
     def _read(self) -> None:

@@ -13,17 +13,31 @@ import torch.distributed as dist
 
 from relax.backend.device import is_main_rank
 from relax.backend.engine import Engine
+from relax.backend.parallel import agree
 from relax.batches import Batches
 from relax.errors import UserError
 from relax.reference import ReferenceTable, table_path
 
 
 def open_table(engine: Engine, batches: Batches, *, reference_sha256: str, directory: Path) -> None:
-    """Give the data set its table, with the rows that earlier runs computed under the same identity. Collective."""
-    path = None
-    if is_main_rank():
-        path = table_path(directory, _identity(engine, batches, reference_sha256=reference_sha256))
-    table = ReferenceTable(batches.dataset.hashes, path=path)
+    """Give the data set its table, with the rows that earlier runs computed under the same identity. Collective.
+
+    UserError, on every rank, where the file cannot be written.
+    """
+    table = ReferenceTable(batches.dataset.hashes, path=None)
+
+    def open_file() -> None:
+        nonlocal table
+        try:
+            path = table_path(directory, _identity(engine, batches, reference_sha256=reference_sha256))
+            table = ReferenceTable(batches.dataset.hashes, path=path)
+        except OSError as error:
+            raise UserError(
+                f"--data-cache-dir {directory}: the reference table cannot be written: {error.strerror}. Free space, or choose "
+                "another place"
+            ) from None
+
+    agree(open_file if is_main_rank() else None)
     values = torch.from_numpy(table.values).to(engine.device)
     dist.broadcast(values, src=0)
     table.values = values.cpu().numpy()

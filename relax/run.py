@@ -22,7 +22,7 @@ from relax.backend.device import is_main_rank, peak_memory_gib, peak_tflops, sel
 from relax.backend.engine import Engine
 from relax.backend.export import check_output, export_hf
 from relax.backend.model import model_shape, read_hf_config
-from relax.backend.parallel import initialize, main_rank_first, shutdown
+from relax.backend.parallel import agree, initialize, main_rank_first, shutdown
 from relax.backend.state import training_state
 from relax.batches import Batches, evaluate
 from relax.data import load_pairs
@@ -103,10 +103,9 @@ class Run:
         self.stop_signal = StopSignal()
         self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save else None
         self._prepare_weights()
-        self._write_data_report()
         self.shape = model_shape(self.hf_config, head=self.loss.head)
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
-        self.tracker = self._open_tracker() if is_main_rank() else None
+        agree(self._open_log if is_main_rank() else None)
         self.profiler = None
         if args.profile:
             trace = args.log_dir / args.exp_name / f"trace-rank{dist.get_rank()}.json"
@@ -134,12 +133,18 @@ class Run:
             shuffle=args.shuffle and title == "train",
         )
 
+    def _open_log(self) -> None:
+        try:
+            self._write_data_report()
+        except OSError as error:
+            raise UserError(f"--log-dir {self.args.log_dir}: data_report.json cannot be written: {error.strerror}") from None
+        self.tracker = self._open_tracker()
+
     def _write_data_report(self) -> None:
         report = {title: batches.dataset.report.to_json() for title, batches in self.sets.items()}
         directory = self.args.log_dir / self.args.exp_name
-        if is_main_rank():
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "data_report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "data_report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
     def _prepare_weights(self) -> None:
         """The reference's numbers first, while the model alone is in memory; then the policy's weights, then the optimizer."""
