@@ -1,10 +1,14 @@
 """Two processes under torchrun: the same numbers as one, and one message for a user's error."""
 
+import signal
+import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.command import Workplace, fresh, timeless, write_pairs
+from tests.integration.command import Running, Workplace, fresh, timeless, write_pairs
 
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 
@@ -36,14 +40,38 @@ def test_two_processes_give_the_losses_of_one(fresh_place: Workplace, assets: Pa
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_a_users_error_is_printed_once(fresh_place: Workplace) -> None:
-    """Rank 0 finds the bad line, the others hear of it; torchrun's own report is not ours."""
-    place = fresh_place
-    place.path("bad.jsonl").write_text("{}\n{\n")
-    ended = fresh(place.arguments(prompt_data="bad.jsonl"), directory=place.directory, launcher=TORCHRUN)
-    assert ended.code == 1
-    assert ended.err.count("relax: error: ") == 1
-    assert "relax: error: bad.jsonl:2: not valid JSON" in ended.err
-    ours = [line for line in ended.err.splitlines() if "relax/" in line and "File " in line]
-    assert not ours, ended.err
-    assert not place.path("log").exists()
+def start_ranks(place: Workplace, **flags: Any) -> list[Running]:
+    """Two ranks as torchrun starts them, each with its own output, exit code and process to send signals to."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [place.start(environment={"RANK": rank, "LOCAL_RANK": rank, **shared}, **flags) for rank in ("0", "1")]
+
+
+def test_a_users_error_is_told_by_rank_0_alone(fresh_place: Workplace) -> None:
+    """Rank 0 finds the bad line, the other hears of it; both find the missing file."""
+    fresh_place.path("bad.jsonl").write_text("{}\n{\n")
+    for name, message in (("bad.jsonl", "bad.jsonl:2: not valid JSON"), ("none.jsonl", "--prompt-data none.jsonl does not")):
+        first, second = (rank.wait() for rank in start_ranks(fresh_place, prompt_data=name))
+        assert first.error.startswith(message)
+        assert (second.code, second.out, second.err) == (2, "", "")
+    assert not fresh_place.path("log").exists()
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(fresh_place: Workplace) -> None:
+    place, flags = fresh_place, {"num_rollout": 40, "log_interval": 100, "save": "out/run", "load": "out/run"}
+    for rank in start_ranks(place, exp_name="whole", num_rollout=40):
+        assert rank.wait().code == 0
+    first, second = start_ranks(place, **flags)
+    while not (path := place.path("log/run.jsonl")).exists() or path.read_bytes().count(b"\n") < 3:
+        assert not (first.job / "ended").exists()
+        time.sleep(0.002)
+    second.kill(signal.SIGTERM)
+    first, second = first.wait(), second.wait()
+    assert (first.code, second.code) == (143, 143) and not second.out and not first.err + second.err
+    stopped = int(place.path("out/run/latest_checkpointed_iteration.txt").read_text())
+    assert stopped < 40 and f"stopped by signal 15 after step {stopped}: saved in out/run" in first.out
+    for rank in start_ranks(place, **flags):
+        assert rank.wait().code == 0
+    assert timeless(place.log("run")) == timeless(place.log("whole"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integration.command import Workplace, contents, fresh, timeless
+from tests.integration.command import Workplace, contents, fresh, timeless, write_pairs
 from tests.integration.conftest import workplace
 from tests.models import CHATML
 
@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_the_former_checkpoint_whole(fresh_place: Workplace, 
     assert whole == resumed
 
 
-def test_a_full_disk_keeps_the_former_export_and_names_log_and_cache(fresh_place: Workplace) -> None:
+def test_a_full_disk_keeps_the_former_export_and_names_what_it_stops(fresh_place: Workplace) -> None:
     place = fresh_place
     place.succeed(exp_name="run", save_hf="out/hf", num_rollout=1)
     exported = contents(place.path("out"))
@@ -236,6 +236,15 @@ def test_a_full_disk_keeps_the_former_export_and_names_log_and_cache(fresh_place
     assert contents(place.path("out")) == exported
     message = place.refuse(exp_name="run", file_limit=2_500)
     assert message.startswith("cannot write the metrics of step 3 to log/run.jsonl: ") and "File too large" in message
+    write_pairs(place.path("many.jsonl"), 300)
+    place.succeed(prompt_data="many.jsonl", dry_run=True)
+    message = place.refuse(exp_name="run", prompt_data="many.jsonl", file_limit=5_000)
+    assert message.startswith(
+        "--data-cache-dir .cache/relax: the reference table cannot be written: File too large. Free space"
+    )
+    place.path("log/other/data_report.json").mkdir(parents=True)
+    message = place.refuse(exp_name="other")
+    assert message == "--log-dir log: data_report.json cannot be written: Is a directory"
     message = place.refuse(exp_name="run", data_cache_dir="cache", file_limit=2_500)
     assert "the tokenized data cannot be written: File too large" in message and "--data-cache-dir" in message
     assert not [path for path in place.path("cache").iterdir()]
