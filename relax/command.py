@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ def run_command(main: Callable[[], object]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"relax: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:  # before the run listens for signals itself: nothing has been trained yet
+        sys.exit(128 + signal.SIGINT)
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -46,6 +46,7 @@ from relax.stopping import StopSignal
 from relax.tracking import Tracker, WandbOptions
 from relax.weights import (
     WeightSource,
+    changed_flags,
     check_data,
     check_objective,
     check_reference,
@@ -165,6 +166,8 @@ class Run:
         if self.trains:
             engine.prepare_training(optimizer_options(args, self.total_steps))
         if info and continues:
+            for change in changed_flags(info, self.flags(), loss_type=args.loss_type):
+                self.say(f"not as in the checkpoint: {change}")
             resume(engine, info, optimizer=args.load_optim, rng=args.load_rng, say=self.say)
         self.say(f"{args.loss_type}: {engine.num_parameters / 1e6:.1f} M parameters on {self.device}, step {self.start_step}")
 
@@ -268,8 +271,9 @@ class Run:
         return step == self.total_steps or (interval is not None and step % interval == 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self.tracker:
-            self.tracker.log(step, {"train/step": step, **metrics})
+        """One line of metrics; a log that cannot be written ends the run on every rank."""
+        tracker = self.tracker
+        agree((lambda: tracker.log(step, {"train/step": step, **metrics})) if tracker else None)
 
     def say(self, text: str) -> None:
         """Tell the user, once for all ranks."""

@@ -83,11 +83,13 @@ def check_reference(identity: dict[str, Any], info: CheckpointInfo) -> None:
             "start a new run from its weights with --finetune, or resume with --dpo-reference-free if it was trained so"
         )
     if saved["sha256"] != identity["sha256"]:
-        changed = [name for name, digest in identity["tensors"].items() if saved["tensors"].get(name) != digest]
+        tensors = identity["tensors"]
+        changed = [name for name, digest in tensors.items() if saved["tensors"].get(name) != digest]
         raise UserError(
             f"--load {info.path} was trained against the reference {saved['source']} (sha256 {saved['sha256'][:16]}), but "
-            f"--ref-load gives {identity['source']} (sha256 {identity['sha256'][:16]}): {len(changed)} tensors differ, first "
-            f"{changed[0] if changed else '(only their names)'}; give the same reference, or --finetune for a new run"
+            f"--ref-load gives {identity['source']} (sha256 {identity['sha256'][:16]}): different weights in {len(changed)} of "
+            f"{len(tensors)} tensors, first {changed[0] if changed else '(other names)'}; give the same reference, or "
+            "--finetune for a new run"
         )
 
 
@@ -111,6 +113,26 @@ def check_data(info: CheckpointInfo, *, fingerprint: str) -> None:
             f"--load {info.path} was trained on data {data[:16]} ({info.run.get('num_pairs')} pairs), but --prompt-data gives "
             f"{fingerprint[:16]}: the order of pairs would not continue; give the same data and limits, or --finetune"
         )
+
+
+SAME_FOR_SAME_RUN = (
+    *("global_batch_size", "max_tokens_per_gpu", "seed", "shuffle", "share_prompt", "bf16", "clip_grad"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+)
+
+
+def changed_flags(info: CheckpointInfo, flags: dict[str, Any], *, loss_type: str) -> list[str]:
+    """Flags that decide the numbers and are not what they were, as "--seed 42 -> 43"; the schedule's are told elsewhere.
+
+    A resumed run takes the flags as they are: it continues, but is not the run that it would have been.
+    """
+    saved = info.run.get("arguments", {})
+    names = [name for name in flags if name in SAME_FOR_SAME_RUN or name.startswith(f"{loss_type}_")]
+    return [
+        f"--{name.replace('_', '-')} {saved[name]} -> {flags[name]}"
+        for name in names
+        if name in saved and saved[name] != flags[name]
+    ]
 
 
 def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, say: Callable[[str], None]) -> None:

@@ -22,12 +22,19 @@ from relax.errors import UserError
 _QUESTION, _ANSWER = "relaxquestion", "relaxanswer"
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
 def load_tokenizer(directory: Path) -> Any:
     """The fast tokenizer in a local model directory. Raises `UserError`."""
     from transformers import AutoTokenizer
 
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory (--hf-checkpoint): the tokenizer is read from it.")
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"{directory}: no tokenizer there (none of {', '.join(TOKENIZER_FILES)}); copy its files beside the model."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises whatever its loaders meet: OSError, KeyError, ValueError, ...

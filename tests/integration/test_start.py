@@ -83,7 +83,8 @@ def test_another_reference_is_refused(trained: Workplace) -> None:
     saved = json.loads(place.path("out/dpo/iter_0000004/relax_dpo_reference.json").read_text())
     assert message.startswith("--load out/dpo/iter_0000004 was trained against the reference ")
     assert f"(sha256 {saved['sha256'][:16]}), but --ref-load gives changed (sha256 " in message
-    assert "1 tensors differ, first model.layers.1.mlp.up_proj.weight; give the same reference, or --finetune" in message
+    assert ": different weights in 1 of " in message
+    assert "tensors, first model.layers.1.mlp.up_proj.weight; give the same reference, or --finetune" in message
     copied = place.path("copied")  # the same weights from elsewhere are the same reference
     shutil.copytree(place.flags["hf_checkpoint"], copied)
     shutil.copytree(place.path("out/dpo"), place.path("out/moved"))
@@ -135,7 +136,10 @@ def test_partial_state_needs_the_matching_flag(trained: Workplace, state: str, w
 
 
 def test_a_changed_schedule_is_printed_and_wins(trained: Workplace) -> None:
-    out = trained.succeed(exp_name="lr", load="out/dpo", num_rollout=6, lr=5e-4, lr_decay_style="constant")
+    changes = {"lr": 5e-4, "lr_decay_style": "constant", "dpo_beta": 0.2, "clip_grad": 0.5}
+    out = trained.succeed(exp_name="lr", load="out/dpo", num_rollout=6, **changes)
+    assert "not as in the checkpoint: --dpo-beta 0.1 -> 0.2\n" in out
+    assert "not as in the checkpoint: --clip-grad 1.0 -> 0.5\n" in out
     assert "the schedule changed: max_lr 0.001 -> 0.0005\n" in out
     assert "the schedule changed: lr_decay_style cosine -> constant\n" in out
     assert [line["train/lr"] for line in trained.log("lr")] == [5e-4, 5e-4]

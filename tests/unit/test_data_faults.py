@@ -140,3 +140,13 @@ def test_other_data_has_another_fingerprint_and_the_order_needs_only_the_step(tm
     resumed = [batch_at_step(step, num_pairs=7, batch_size=2, seed=5, shuffle=True)[1].tolist() for step in range(4, 9)]
     assert resumed == straight[3:]
     assert sorted(sum(straight[:4], [])) == list(range(7))
+
+
+def test_a_model_directory_without_a_tokenizer_says_so(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: no tokenizer there (none of tokenizer.json, tokenizer.model, vocab.json, vocab.txt); copy its files "
+        "beside the model."
+    )
