@@ -16,8 +16,8 @@ from relax.data.options import DataOptions
 from relax.data.sources import data_files
 from relax.errors import UserError
 
-# Raise when the same rows give other ids than before.
-PIPELINE_VERSION = 1
+# Raise when the same rows give other ids or another report than before.
+PIPELINE_VERSION = 2
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
     "additional_chat_templates/*", "*.model", "config.json",

@@ -5,9 +5,9 @@ min(longest common prefix of both sides, longest common prefix of each with the 
 prompt). Template side effects (Qwen3 inserts or drops `<think>` blocks) shrink that prefix; an answer is never cut.
 Plain text (no chat template): prompt and answers are encoded apart, so the prompt ids are the same by construction.
 
-Invariants: both sides have the same prompt ids, and prompt + answer is the side's render up to its end. Unless
-`whole_render`, an answer ends with exactly one end token, whatever the template writes after it. A leading BOS is never
-doubled, and never added that neither the template nor the post-processor wrote.
+Invariants: both sides have the same prompt ids, and prompt + answer is the side's render up to its end. No answer is
+the end token alone. Unless `whole_render`, an answer ends with exactly one end token, whatever the template writes after
+it. A leading BOS is never doubled, and never added that neither the template nor the post-processor wrote.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,11 +109,8 @@ class PairEncoder:
         if shrunk and shared < self._header_start(pair, history, facts):
             raise RowRejected("boundary", f"the renders part after {shared} tokens, before the assistant's turn begins")
         chosen, rejected = chosen[shared:], rejected[shared:]
-        if not self._options.whole_render:
-            chosen, rejected = _end_once(chosen, facts), _end_once(rejected, facts)
-        if not len(chosen) or not len(rejected):
-            raise RowRejected("empty_completion", "the template renders an answer to no tokens")
-        return PairIds(history[:shared], chosen, rejected, shrunk)
+        ended = _end_both(chosen, rejected, facts)
+        return PairIds(history[:shared], *((chosen, rejected) if self._options.whole_render else ended), shrunk)
 
     def _header_start(self, pair: PreferencePair, history: np.ndarray, facts: TemplateFacts) -> int:
         """Where the generation prompt begins: the history's render with and without it part there."""
@@ -125,11 +122,14 @@ class PairEncoder:
         facts = TemplateFacts(end_id=self._eos_id, closes=False, bos_id=self._tokenizer.bos_token_id)
         results: list[PairIds | RowRejected] = []
         for _ in texts:
-            prompt = _single_bos(np.concatenate([self._leading, next(encoded)]), facts.bos_id)
-            chosen, rejected = (_end_once(next(encoded), facts) for _ in range(2))
-            results.append(
-                PairIds(prompt, chosen, rejected) if len(prompt) else RowRejected("prompt_mismatch", "the prompt has no tokens")
-            )
+            prompt, chosen, rejected = (next(encoded) for _ in range(3))
+            prompt = _single_bos(np.concatenate([self._leading, prompt]), facts.bos_id)
+            try:
+                if not len(prompt):
+                    raise RowRejected("prompt_mismatch", "the prompt has no tokens")
+                results.append(PairIds(prompt, *_end_both(chosen, rejected, facts)))
+            except RowRejected as rejection:
+                results.append(rejection)
         return results
 
 
@@ -139,6 +139,15 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     different = a[:size] != b[:size]
     first = int(different.argmax()) if size else 0
     return first if size and different[first] else size
+
+
+def _end_both(chosen: np.ndarray, rejected: np.ndarray, facts: TemplateFacts) -> tuple[np.ndarray, np.ndarray]:
+    """Both answers up to their end token. Raises `RowRejected` for one that is nothing but that."""
+    ended = _end_once(chosen, facts), _end_once(rejected, facts)
+    for side, ids in zip(("chosen", "rejected"), ended, strict=True):
+        if len(ids) == 1:
+            raise RowRejected("empty_completion", f"{side} renders to no tokens but the end token")
+    return ended
 
 
 def _end_once(ids: np.ndarray, facts: TemplateFacts) -> np.ndarray:

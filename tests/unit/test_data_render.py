@@ -165,6 +165,25 @@ def test_an_answer_that_the_template_drops_is_refused(tokenizers: dict[str, Any]
     assert result.code == "empty_completion"
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize("whole_render", [False, True])
+@pytest.mark.parametrize("empty", [assistant("<|im_end|>"), CALL], ids=["end token as text", "tool calls without a place"])
+def test_an_answer_of_nothing_but_the_end_token_is_refused(tokenizers: dict[str, Any], whole_render: bool, empty: Message):
+    for side, sides in (("chosen", (empty, assistant("No"))), ("rejected", (assistant("Yes"), empty))):
+        bad = PreferencePair(history=(user("Q"),), chosen=sides[0], rejected=sides[1])
+        refused, good = encode(tokenizers["chatml"], bad, pair("Yes", "No"), whole_render=whole_render)
+        assert (refused.code, refused.detail) == ("empty_completion", f"{side} renders to no tokens but the end token")
+        assert len(good.chosen) > 1 and len(good.rejected) > 1
+
+
+def test_a_plain_answer_of_nothing_but_the_end_token_is_refused(tokenizers: dict[str, Any]):
+    text = PlainText(prompt="Q ", chosen="Yes", rejected="</s>")
+    (result,) = encode(tokenizers["bare"], pair("Yes", "</s>", text=text))
+    assert (result.code, result.detail) == ("empty_completion", "rejected renders to no tokens but the end token")
+
+
 @pytest.mark.parametrize(
     ("a", "b", "length"), [([], [1], 0), ([1], [2], 0), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([1], [1], 1)]
 )
