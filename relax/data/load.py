@@ -19,7 +19,7 @@ from relax.data.fingerprint import cache_key
 from relax.data.options import DataOptions
 from relax.data.render import PairEncoder
 from relax.data.report import MARK_NAMES, DataReport, FileSummary, Rejections, token_statistics
-from relax.data.rows import REASONS
+from relax.data.rows import DELIBERATE, REASONS
 from relax.data.scan import scan_file
 from relax.data.sources import Chunk, expand_paths, read_chunks
 from relax.data.tokenizer import load_tokenizer
@@ -28,6 +28,18 @@ from relax.errors import UserError
 
 # Below this many rows a pool costs more than it saves: each spawned process imports and loads the tokenizer first.
 MIN_ROWS_FOR_POOL = 4096
+
+# What to do where most rows are refused for a reason. Duplicates alone never leave too few pairs.
+ADVICE = {
+    "schema": "Check the rows below; --prompt-key, --chosen-key, --rejected-key and --conversation-key-map name the columns.",
+    "prompt_mismatch": "Give both sides the same history, or put it into a prompt column and leave only the answers there.",
+    "identical": "Check that --chosen-key and --rejected-key name two different answers.",
+    "post_truncation_identical": "The answers differ only behind --preference-max-completion-length: raise it.",
+    "empty_completion": "Fill in the answers, or use a chat template that writes what they hold (tool calls, reasoning).",
+    "oversize": "Raise --max-tokens-per-gpu, or choose another --sft-oversize-strategy.",
+    "duplicate": "Check that the values of --pair-id-key differ.",
+    "boundary": "The chat template rewrites the conversation once it is answered: use one that does not.",
+}
 
 
 def load_pairs(
@@ -42,8 +54,8 @@ def load_pairs(
     """Read, tokenize and cache the pairs of `paths`, in order; `title` names the set in the report.
 
     Raises `UserError` for files or tokenizers that cannot be used, for the first bad row under `options.strict`, and
-    with the whole report when more than half of the rows are bad or none is left. Several processes may call it at
-    once.
+    with the whole report when no row is left or more than half are bad, those dropped as asked not counted. Several
+    processes may call it at once.
     """
     tokenizer_dir = Path(tokenizer_dir)
     files = expand_paths(paths)
@@ -86,7 +98,7 @@ def _tokenize(
             for result in results:
                 bar.update(collector.add(result))
             report = collector.report(title)
-            if not report.rows_kept or 2 * report.rows_rejected > report.rows_read:
+            if not report.rows_kept or 2 * report.rows_bad > report.rows_read:
                 raise UserError(_too_many_bad(report))
             writer.publish(report.to_meta())
     except OSError as error:
@@ -99,8 +111,15 @@ def _chunks(files: Sequence[Path]) -> Iterator[Chunk]:
 
 
 def _too_many_bad(report: DataReport) -> str:
-    what = "No pair is left" if not report.rows_kept else "More than half of the rows are bad"
-    return f"{what}: {report.rows_rejected:,} of {report.rows_read:,} rows were rejected.\n{report.table()}"
+    what, refused = "More than half of the rows are bad", report.rows_bad
+    codes = [code for code in report.rejected if code not in DELIBERATE]
+    if not report.rows_kept:
+        what, refused, codes = "No pair is left", report.rows_rejected, list(report.rejected)
+    worst = max(codes, key=lambda code: len(report.rejected[code].rows))
+    return (
+        f"{what}: {refused:,} of {report.rows_read:,} rows were rejected.\n"
+        f"Most often: {worst} ({len(report.rejected[worst].rows):,}). {ADVICE[worst]}\n{report.table()}"
+    )
 
 
 class Collector:

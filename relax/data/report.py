@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from relax.data.limits import Mark
-from relax.data.rows import REASONS
+from relax.data.rows import DELIBERATE, REASONS
 
 EXAMPLES = 5
 
@@ -65,6 +65,11 @@ class DataReport:
     @property
     def rows_rejected(self) -> int:
         return sum(len(rejections.rows) for rejections in self.rejected.values())
+
+    @property
+    def rows_bad(self) -> int:
+        """Rejected rows without those that were dropped as asked."""
+        return sum(len(rejections.rows) for code, rejections in self.rejected.items() if code not in DELIBERATE)
 
     def where(self, row: tuple[int, int]) -> str:
         """`file:row number` of a row."""

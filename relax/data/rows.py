@@ -25,6 +25,8 @@ REASONS = {
     "duplicate": "the same pair (or pair id) came before",
     "boundary": "the shared prompt ends before the assistant's turn begins",
 }
+# Dropped as asked (`--sft-oversize-strategy skip`, a file given twice): such a row is not a bad one.
+DELIBERATE = frozenset({"oversize", "duplicate"})
 
 
 class RowRejected(Exception):

@@ -16,6 +16,8 @@ import pytest
 from relax.data import DataOptions, PairDataset, dataset, load_pairs, worker
 from relax.data import load as load_module
 from relax.data.fingerprint import cache_key
+from relax.data.load import ADVICE
+from relax.data.rows import REASONS
 from relax.data.tokenizer import load_tokenizer
 from relax.data.worker import pair_hash
 from relax.errors import UserError
@@ -189,6 +191,29 @@ def test_more_than_half_bad_or_none_left_stops_with_the_report(tmp_path: Path, t
         load(write_jsonl(tmp_path / "b.jsonl", bad[:1]), tokenizer_dir)
     assert len(load(write_jsonl(tmp_path / "c.jsonl", [*good, *bad[:2]]), tokenizer_dir)) == 2
     assert len(entries(tmp_path / "cache")) == 1  # a set that was refused leaves nothing behind
+
+
+def test_the_biggest_reason_is_named_with_what_to_do(tmp_path: Path, tokenizer_dir: Path):
+    bad = [{"chosen": 1}, *(chat_row(f"Q{i}", "A", "A") for i in range(2)), chat_row("Q", "A", "")]
+    with pytest.raises(UserError) as stopped:
+        load(write_jsonl(tmp_path / "a.jsonl", [*ROWS[:1], *bad]), tokenizer_dir)
+    assert str(stopped.value).splitlines()[:3] == [
+        "More than half of the rows are bad: 4 of 5 rows were rejected.",
+        "Most often: identical (2). Check that --chosen-key and --rejected-key name two different answers.",
+        "train: 1 of 5 rows kept",
+    ]
+    assert ADVICE.keys() == REASONS.keys()
+
+
+def test_rows_dropped_as_asked_are_not_bad(tmp_path: Path, tokenizer_dir: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", [*ROWS[:2], chat_row("Q", "A", "A")])
+    assert len(load([path] * 3, tokenizer_dir)) == 2
+    rows = [*ROWS[:2], *(chat_row("one two three four five six " * i, "A", "B") for i in range(10, 14))]
+    skipping = {"max_tokens": 100, "oversize_strategy": "skip"}
+    report = load(write_jsonl(tmp_path / "b.jsonl", rows), tokenizer_dir, **skipping).report
+    assert (report.rows_kept, report.rows_rejected, report.rows_bad) == (2, 4, 0)
+    with pytest.raises(UserError, match=r"No pair is left: 4 of 4 .*\nMost often: oversize \(4\)\. Raise --max-tokens-per-gpu"):
+        load(write_jsonl(tmp_path / "c.jsonl", rows[2:]), tokenizer_dir, **skipping)
 
 
 def test_a_budget_smaller_than_any_pair_with_skip_is_an_error(tmp_path: Path, tokenizer_dir: Path):
