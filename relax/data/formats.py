@@ -77,7 +77,7 @@ def _begins_with_answer(messages: list[Any], columns: Columns) -> bool:
 def read_pair(row: Any, *, name: str, columns: Columns, options: DataOptions) -> PreferencePair:
     """Read one row as the file's format. Raises `RowRejected`."""
     if not isinstance(row, dict):
-        raise RowRejected("schema", f"the row is {describe(row)}, not an object")
+        raise RowRejected("schema", f"the row is {'null' if row is None else describe(row)}, not an object")
     for side in ("chosen", "rejected"):
         if columns.get(row, side) is None:
             raise RowRejected("schema", f"{side} is missing")

@@ -18,7 +18,7 @@ from relax.data.dataset import EntryWriter, PairDataset, cache_failure, is_compl
 from relax.data.fingerprint import cache_key
 from relax.data.options import DataOptions
 from relax.data.render import PairEncoder
-from relax.data.report import MARK_NAMES, DataReport, FileSummary, Rejections, token_statistics
+from relax.data.report import MARK_NAMES, DataReport, FileSummary, Rejections, counted, token_statistics
 from relax.data.rows import DELIBERATE, REASONS
 from relax.data.scan import scan_file
 from relax.data.sources import Chunk, expand_paths, read_chunks
@@ -117,7 +117,7 @@ def _too_many_bad(report: DataReport) -> str:
         what, refused, codes = "No pair is left", report.rows_rejected, list(report.rejected)
     worst = max(codes, key=lambda code: len(report.rejected[code].rows))
     return (
-        f"{what}: {refused:,} of {report.rows_read:,} rows were rejected.\n"
+        f"{what}: {refused:,} of {counted(report.rows_read, 'row')} {'was' if refused == 1 else 'were'} rejected.\n"
         f"Most often: {worst} ({len(report.rejected[worst].rows):,}). {ADVICE[worst]}\n{report.table()}"
     )
 

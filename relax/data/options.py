@@ -28,8 +28,8 @@ class DataOptions:
 
     `max_length`, `max_completion_length`, `max_tokens` are tokens per pair: prompt + longer completion, one completion,
     and the micro-batch budget. Keys of None mean the usual column name. `whole_render` keeps the template's whole
-    render (reward model); without it a completion stops at its end-of-turn token (DPO). `conversation_key_map` maps
-    names found in the file (columns, message fields, roles) to ours.
+    render (reward model, which also reads margins); without it a completion stops at its end-of-turn token (DPO).
+    `conversation_key_map` maps names found in the file (columns, message fields, roles) to ours.
     """
 
     max_length: int = 1024

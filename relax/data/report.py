@@ -95,17 +95,17 @@ class DataReport:
 
     def table(self) -> str:
         """The report for the console."""
-        lines = [f"{self.title}: {self.rows_kept:,} of {self.rows_read:,} rows kept"]
-        lines += [f"  {file.path}: {file.format}, {file.rows:,} rows" for file in self.files]
+        lines = [f"{self.title}: {self.rows_kept:,} of {counted(self.rows_read, 'row')} kept"]
+        lines += [f"  {file.path}: {file.format}, {counted(file.rows, 'row')}" for file in self.files]
         for code, rejections in self.rejected.items():
             lines.append(f"  rejected {code}: {len(rejections.rows):,} ({REASONS[code]})")
             for row, detail in zip(rejections.rows, rejections.details, strict=False):
                 lines.append(f"    {self.where(row)}: {detail}")
         for name, meaning in MARK_NAMES.values():
             if count := self.marks.get(name):
-                lines.append(f"  {name}: {count:,} pairs ({meaning})")
+                lines.append(f"  {name}: {counted(count, 'pair')} ({meaning})")
         if self.unused_columns:
-            columns = ", ".join(f"{name} ({rows:,} rows)" for name, rows in self.unused_columns.items())
+            columns = ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in self.unused_columns.items())
             lines.append(f"  columns with content that nothing uses: {columns}")
         if self.tokens:
             names = list(next(iter(self.tokens.values())))
@@ -137,6 +137,11 @@ class DataReport:
             "unused_columns": self.unused_columns,
             "tokens": self.tokens,
         }
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 row, 2,000 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def token_statistics(lengths: np.ndarray) -> dict[str, dict[str, float]]:

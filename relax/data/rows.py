@@ -116,4 +116,5 @@ def describe(value: Any) -> str:
         return "missing"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return {"str": "a string", "dict": "an object"}.get(type(value).__name__, f"a {type(value).__name__}")
+    names = {str: "a string", dict: "an object", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), f"a {type(value).__name__}")

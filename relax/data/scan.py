@@ -27,10 +27,11 @@ class FileScan:
     columns: Columns
     num_rows: int
 
-    def consumed_columns(self, *, tools: bool) -> frozenset[str]:
-        """Columns that something reads, and those that are known to inform people only; `tools`: the template does."""
+    def consumed_columns(self, *, tools: bool, margins: bool) -> frozenset[str]:
+        """Columns that something reads, and those that only inform people; `tools`, `margins`: template, loss read them."""
         consumed = self.columns.consumed(FORMAT_PARTS[self.format]) | INFORMATION
-        return consumed if tools else consumed - {self.columns.names.get("tools")}
+        unread = [part for part, read in (("tools", tools), ("margin", margins)) if not read]
+        return consumed - {self.columns.names.get(part) for part in unread}
 
 
 def scan_file(path: Path, *, options: DataOptions) -> FileScan:

@@ -116,10 +116,30 @@ def _json(path: Path) -> Iterator[Item]:
     with path.open("rb") as stream:
         is_array = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     if not is_array:
-        yield from _json_lines(path)
+        lines = _json_lines(path)
+        for number, line in lines:
+            if _goes_on_behind(line):
+                raise UserError(
+                    f"{path}:{number}: a .json file holds an array of rows, [{{...}}, ...], or one object on each line; "
+                    "here one object spans lines. If the rows are a list inside it, save that list alone."
+                )
+            yield number, line
+            break
+        yield from lines
         return
     with path.open(encoding="utf-8-sig") as text:
         yield from ArrayReader(text, name=str(path))
+
+
+def _goes_on_behind(line: bytes) -> bool:
+    """Whether a JSON value begins on this line and ends on a later one."""
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(error.doc.rstrip()) - 1
+    except (UnicodeDecodeError, RecursionError):
+        pass
+    return False
 
 
 def _csv(path: Path) -> Iterator[Item]:

@@ -83,7 +83,7 @@ class ChunkTokenizer:
         rejections: list[Rejection] = []
         rows: list[_ReadRow] = []
         unused: dict[str, int] = {}
-        consumed = scan.consumed_columns(tools=self._reads_tools)
+        consumed = scan.consumed_columns(tools=self._reads_tools, margins=self._options.whole_render)
         for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
             try:
                 pair = read_pair(row, name=scan.format, columns=scan.columns, options=self._options)

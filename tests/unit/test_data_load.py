@@ -136,7 +136,7 @@ def test_the_report_counts_what_was_done_to_kept_pairs(tmp_path: Path, tokenizer
     data = load(path, tokenizer_dir, max_length=20, max_completion_length=4, max_tokens=36)
     marks = {"truncated": 1, "prompt_truncated": 1, "oversize": 2, "prompt_shrunk": 0}
     assert data.report.to_json()["pairs"] == marks  # the duplicate of a truncated row is not counted
-    assert "truncated: 1 pairs" in data.report.table() and "prompt_shrunk" not in data.report.table()
+    assert "truncated: 1 pair (" in data.report.table() and "prompt_shrunk" not in data.report.table()
     tokens = data.report.to_json()["tokens"]
     assert tokens["chosen"]["max"] == 4 and tokens["total"]["sum"] == (data.lengths.sum() + data.lengths[:, 0].sum())
 
@@ -146,7 +146,7 @@ def test_columns_with_content_that_nothing_uses_are_reported(tmp_path: Path, tok
     rows = [chat_row("Q", "A", "B", **extra), chat_row("Q", "A", "C", messages=[])]
     report = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer_dir).report
     assert report.unused_columns == {"messages": 1, "prompt": 1}
-    assert "columns with content that nothing uses: messages (1 rows), prompt (1 rows)" in report.table()
+    assert "columns with content that nothing uses: messages (1 row), prompt (1 row)" in report.table()
 
 
 def test_tools_that_the_template_has_no_place_for_are_reported(tmp_path: Path, tokenizer_dir: Path):
@@ -154,6 +154,14 @@ def test_tools_that_the_template_has_no_place_for_are_reported(tmp_path: Path, t
     assert load(path, tokenizer_dir).report.unused_columns == {"tools": 1}
     qwen3 = build_tokenizer(tmp_path / "qwen3", template=QWEN3)
     assert load(path, qwen3).report.unused_columns == {}
+
+
+def test_margins_are_reported_where_only_a_reward_model_would_read_them(tmp_path: Path, tokenizer_dir: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", [chat_row("Q", "A", "B", margin=0.0), chat_row("R", "A", "B", margin=None)])
+    dpo, rm = load(path, tokenizer_dir), load(path, tokenizer_dir, whole_render=True)
+    assert (dpo.report.unused_columns, rm.report.unused_columns) == ({"margin": 1}, {})
+    assert "columns with content that nothing uses: margin (1 row)" in dpo.report.table()
+    assert dpo.margins is not None and rm.margins is not None  # part of both fingerprints
 
 
 def test_pair_ids_make_duplicates_where_they_were_asked_for(tmp_path: Path, tokenizer_dir: Path):
@@ -187,7 +195,7 @@ def test_more_than_half_bad_or_none_left_stops_with_the_report(tmp_path: Path, t
     with pytest.raises(UserError, match="More than half of the rows are bad: 3 of 5 rows") as stopped:
         load(write_jsonl(tmp_path / "a.jsonl", [*good, *bad]), tokenizer_dir)
     assert "rejected identical: 3" in str(stopped.value) and "a.jsonl:3: chosen and rejected are equal" in str(stopped.value)
-    with pytest.raises(UserError, match="No pair is left: 1 of 1 rows"):
+    with pytest.raises(UserError, match="No pair is left: 1 of 1 row was rejected"):
         load(write_jsonl(tmp_path / "b.jsonl", bad[:1]), tokenizer_dir)
     assert len(load(write_jsonl(tmp_path / "c.jsonl", [*good, *bad[:2]]), tokenizer_dir)) == 2
     assert len(entries(tmp_path / "cache")) == 1  # a set that was refused leaves nothing behind
