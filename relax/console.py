@@ -1,7 +1,8 @@
 """What a person sees of a run: a progress bar on a terminal, else a plain line every few steps; evaluations always.
 
-Invariants: the headline (loss, accuracy, margin), pairs/s and the time left are in both forms; the first step, the last
-one and every evaluation have a line, whatever the interval; text printed in between never breaks the bar.
+Invariants: the headline (loss, accuracy, margin: those that the loss has), pairs/s and the time left are in both forms;
+the first step, the last one and every evaluation have a line, whatever the interval; text printed in between never
+breaks the bar.
 """
 
 import sys
@@ -34,9 +35,9 @@ class Console:
             self._bar = tqdm(total=total_steps, initial=start_step, desc=title, bar_format=BAR, dynamic_ncols=True)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show one step's metrics: `train/*`, `perf/pairs_per_s`, `eval/*`, whichever there are."""
+        """Show one step's metrics: of a training step (with lr, grad norm and pairs/s), of evaluations, or of both."""
         now = time.monotonic()
-        trained = self._headline[0] in metrics if self._headline else False
+        trained = "train/lr" in metrics
         if trained and self._bar is not None:
             self._bar.set_postfix_str(", ".join((*self._headlines(metrics), _pace(metrics))), refresh=False)
             self._bar.update(step - self._bar.n)

@@ -170,6 +170,20 @@ def test_plain_lines_every_interval_and_every_evaluation(tmp_path, capsys, monke
     ]
 
 
+@pytest.mark.parametrize("kept", [(), HEADLINE[:1], HEADLINE[2:]], ids=["none", "loss", "margin"])
+def test_a_loss_without_the_usual_metrics_shows_those_it_has(tmp_path, capsys, kept):
+    shown = {HEADLINE[0]: "loss 0.6931, ", HEADLINE[2]: "margin -0.2500, "}
+    metrics = {key: value for key, value in train(1).items() if key not in HEADLINE or key in kept}
+    run = tracker(tmp_path)
+    run.log(1, {**metrics, "eval/dpo_mine": 1.0, "eval/dpo_num_pairs": 3})
+    text = "".join(shown[key] for key in kept)
+    assert capsys.readouterr().out == f"step 1/4: {text}lr 5.00e-07, grad norm 3.14, 12.3 pairs/s\n"
+    run = tracker(tmp_path, bar=True)
+    run.log(1, metrics)
+    run.close()
+    assert f" left, {text}12.3 pairs/s]" in capsys.readouterr().err
+
+
 def test_the_bar_shows_the_headline_and_survives_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(console, "BAR", console.BAR.replace("|{bar}|", ""))
     run = tracker(tmp_path, total_steps=10, start_step=4, bar=True)
