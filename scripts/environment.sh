@@ -15,8 +15,8 @@ make_environment() {
             fi
             "$python" -m venv .venv
         fi
-        echo "Installing into .venv; the first time, torch alone can take minutes to download."
-        .venv/bin/python -m pip install --constraint constraints.txt --editable ".[$extra]"
+        echo "environment: installing relax[$extra] and its pinned dependencies into .venv; the first time, torch takes minutes"
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$extra]"
         touch "$stamp"
     fi
     export PATH=$PWD/.venv/bin:$PATH

