@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from relax.report import RunLog, Series
 
@@ -90,6 +91,7 @@ def _draw_optimizer(axis: Axes, run: RunLog) -> None:
 def _style(axis: Axes, title: str, label: str) -> None:
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axis.set_xlabel("step")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylabel(label)
     axis.grid(color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)

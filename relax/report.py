@@ -92,32 +92,34 @@ def summary(log: Path) -> str:
     run = read_log(log)
     title = f"{log.stem}: {run.loss_type}"
     if "loss" in run.train:
-        title += f", {len(run.train['loss'])} steps, {list(run.train['consumed_pairs'].values())[-1]:.0f} pairs"
+        steps = len(run.train["loss"])
+        title += f", {steps} step{'' if steps == 1 else 's'}, {list(run.train['consumed_pairs'].values())[-1]:.0f} pairs"
     blocks = [[title]]
     for name, metrics in run.evals.items():
         pairs = list(metrics["num_pairs"].values())[-1]
         shown = {metric: series for metric, series in metrics.items() if metric != "num_pairs"}
-        blocks.append(_table(f"evaluation{f' {name}' if name else ''} ({pairs:.0f} pairs)", shown))
+        count = f"{pairs:.0f} pair{'' if pairs == 1 else 's'}"
+        blocks.append(_table(f"evaluation{f' {name}' if name else ''} ({count})", shown, change=True))
     hidden = {"step", "epoch", "consumed_pairs"}
     trained = {metric: series for metric, series in run.train.items() if metric not in hidden and series}
     if trained:
-        blocks.append(_table("training", trained))
+        blocks.append(_table("training", trained, change=False))  # the two steps' batches are different pairs
     if run.perf:
         blocks.append(_performance(run.perf))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _table(title: str, metrics: dict[str, Series]) -> list[str]:
-    """Rows of first value, last value and change; one column where there is one step."""
+def _table(title: str, metrics: dict[str, Series], *, change: bool) -> list[str]:
+    """Rows of first value, last value and, where asked for, their difference; one column where there is one step."""
     steps = sorted({step for series in metrics.values() for step in series})
     ends = [steps[0], steps[-1]] if len(steps) > 1 else steps
-    heads = [f"step {step}" for step in ends] + ["change"] * (len(ends) > 1)
+    heads = [f"step {step}" for step in ends] + ["change"] * (change and len(ends) > 1)
     rows = [f"{title:<32}" + "".join(f"{head:>14}" for head in heads)]
     for metric, series in metrics.items():
         values = [series[step] for step in ends if step in series]
         scale = ".3e" if metric == "lr" else ".4f"
         cells = [f"{value:z{scale}}" for value in values]
-        if len(values) > 1:
+        if change and len(values) > 1:
             cells.append(f"{values[-1] - values[0]:+z{scale}}")
         rows.append(f"  {metric:<30}" + "".join(f"{cell:>14}" for cell in cells))
     return rows

@@ -68,12 +68,12 @@ evaluation (12 pairs)                   step 0        step 3        change
 evaluation held (3 pairs)               step 0        step 3        change
   loss                                  0.7500        0.7500       +0.0000
 
-training                                step 1        step 3        change
-  loss                                  0.6000        0.4000       -0.2000
-  tie_aware_accuracy                    0.2500        0.7500       +0.5000
-  reward_margin                        -0.5000       -1.5000       -1.0000
-  lr                                 1.000e-06     3.333e-07    -6.667e-07
-  grad_norm                             2.0000        2.0000       +0.0000
+training                                step 1        step 3
+  loss                                  0.6000        0.4000
+  tie_aware_accuracy                    0.2500        0.7500
+  reward_margin                        -0.5000       -1.5000
+  lr                                 1.000e-06     3.333e-07
+  grad_norm                             2.0000        2.0000
 
 performance                               mean
   step_time_s                                2
@@ -99,7 +99,7 @@ def test_the_summary_of_an_evaluation_alone_and_of_a_run_without_one(log):
         "  loss                                  0.7500"
     )
     log.write_text(others[0].replace("dpo", "rm"))
-    assert summary(log).startswith("first: rm, 1 steps, 8 pairs\n\ntraining                                step 1\n")
+    assert summary(log).startswith("first: rm, 1 step, 8 pairs\n\ntraining                                step 1\n")
 
 
 def test_a_log_being_written_is_read_to_its_last_whole_line(log):
@@ -147,6 +147,14 @@ def test_the_figure_shows_the_logs_values(log):
     labels = ("mean loss per pair", "pairs ranked right, ties half", "chosen minus rejected", "learning rate")
     assert tuple(axis.get_ylabel() for axis in (loss, accuracy, margin, rate)) == labels
     assert {axis.get_xlabel() for axis in (loss, accuracy, margin, rate)} == {"step"}
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 24, 1000])
+def test_the_step_axis_has_whole_numbers(log, last):
+    entry = json.loads(log.read_text().splitlines()[1])
+    log.write_text("".join(json.dumps({**entry, "train/step": step}) + "\n" for step in range(1, last + 1)))
+    for axis in draw(read_log(log), title="first").axes:
+        assert axis.get_xticks().tolist() == [round(tick) for tick in axis.get_xticks()]
 
 
 def test_curves_is_a_png_with_content(log, tmp_path):
