@@ -29,7 +29,7 @@ from relax.errors import UserError
 # Below this many rows a pool costs more than it saves: each spawned process imports and loads the tokenizer first.
 MIN_ROWS_FOR_POOL = 4096
 
-# What to do where most rows are refused for a reason. Duplicates alone never leave too few pairs.
+# What to do where most rows are refused for a reason. A duplicate is never that: the row it repeats was kept.
 ADVICE = {
     "schema": "Check the rows below; --prompt-key, --chosen-key, --rejected-key and --conversation-key-map name the columns.",
     "prompt_mismatch": "Give both sides the same history, or put it into a prompt column and leave only the answers there.",
@@ -37,7 +37,6 @@ ADVICE = {
     "post_truncation_identical": "The answers differ only behind --preference-max-completion-length: raise it.",
     "empty_completion": "Fill in the answers, or use a chat template that writes what they hold (tool calls, reasoning).",
     "oversize": "Raise --max-tokens-per-gpu, or choose another --sft-oversize-strategy.",
-    "duplicate": "Check that the values of --pair-id-key differ.",
     "boundary": "The chat template rewrites the conversation once it is answered: use one that does not.",
 }
 
