@@ -82,6 +82,8 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     world_size = os.environ.get("WORLD_SIZE", "1")
     if not (world_size.isdecimal() and int(world_size) > 0):
         raise UserError(f"the environment's WORLD_SIZE must be a whole number, at least 1, not {world_size!r}")
+    if int(world_size) > 1 and "RANK" not in os.environ and not args.dry_run:
+        raise UserError(f"the environment has WORLD_SIZE {world_size} without a RANK: start the ranks by torchrun, or unset it")
     default("world_size", int(world_size))
 
 
@@ -135,8 +137,7 @@ def _add_data(group: Group) -> None:
         nargs="+",
         metavar="PATH",
         default=[],
-        help="training pairs: JSONL, JSON, Parquet, Arrow or CSV files, directories of them, saved datasets, or "
-        "tokenized prefixes",
+        help="training pairs: JSONL, JSON, Parquet, Arrow or CSV files, directories of them, or saved datasets",
     )
     group.other(
         "--eval-prompt-data",
@@ -186,7 +187,7 @@ def _add_data(group: Group) -> None:
     group.directory(
         "--data-cache-dir", "tokenized data and reference tables, reused by later runs", default=Path(".cache/relax")
     )
-    group.whole("--num-workers", min(os.cpu_count() or 1, 8), "processes that tokenize")
+    group.whole("--num-workers", min(os.cpu_count() or 1, 8), "processes that tokenize; files of a few thousand rows take one")
 
 
 def _add_training(group: Group) -> None:
@@ -194,7 +195,7 @@ def _add_training(group: Group) -> None:
     group.whole("--num-epoch", None, "passes over the data, each of ceil(pairs / batch) steps; this or --num-rollout")
     group.whole("--global-batch-size", 32, "pairs per step over all ranks")
     group.whole("--max-tokens-per-gpu", 8192, "token budget of a micro-batch, as laid out, per context-parallel rank")
-    group.whole("--seed", 42, "seed of data order, reward head and random number states", at_least=0)
+    group.whole("--seed", 42, "seed of data order, reward head and random number states", at_least=0, at_most=2**32 - 1)
     group.pair("--bf16", True, "compute in bf16 with fp32 master weights and gradients (default), or all in fp32")
     group.whole("--eval-interval", None, "steps between evaluations (default: only before the first and after the last step)")
     group.switch("--skip-train", "evaluate only")

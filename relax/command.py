@@ -125,9 +125,9 @@ class Group:
         """`--x` or `--no-x`."""
         self._add(flag, action=argparse.BooleanOptionalAction, default=default, help=help_)
 
-    def whole(self, flag: str, default: int | None, help_: str, *, at_least: int = 1) -> None:
+    def whole(self, flag: str, default: int | None, help_: str, *, at_least: int = 1, at_most: int | None = None) -> None:
         """A whole number."""
-        self._add(flag, type=number(int, at_least=at_least), default=default, metavar="N", help=help_)
+        self._add(flag, type=number(int, at_least=at_least, at_most=at_most), default=default, metavar="N", help=help_)
 
     def real(
         self, flag: str, default: float | None, help_: str, *, above: float | None = None, below: float | None = None
@@ -167,7 +167,9 @@ def number(
 ) -> Callable[[str], N]:
     """An argparse type: a finite number within the bounds; the message of a bad value states them all."""
     limits = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
-    bounds = " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+    bounds = " and ".join(
+        f"{word} {limit if isinstance(limit, int) else format(limit, 'g')}" for word, limit in limits if limit is not None
+    )
     rule = f"must be a {'whole ' if kind is int else ''}number" + (f", {bounds}" if bounds else "")
 
     def parse(text: str) -> N:

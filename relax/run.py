@@ -50,6 +50,7 @@ from relax.weights import (
     check_data,
     check_objective,
     check_reference,
+    check_same_run,
     load_weights,
     reference_identity,
     resume,
@@ -81,6 +82,8 @@ class Run:
         self.source = WeightSource(args.ref_load, args.ref_ckpt_step)
         if self.resumed:
             check_objective(self.resumed, loss_type=args.loss_type, head=self.loss.head)
+            if not args.finetune and not args.skip_train:
+                check_same_run(self.resumed, self.flags(), needs_reference=self.loss.needs_reference)
         if self.loss.needs_reference or not self.resumed:
             self.source.check()
         self.engine = Engine(
@@ -102,9 +105,11 @@ class Run:
         self.trains = self.start_step < self.total_steps
         self.evaluates_first = bool(self.eval_sets) and (args.skip_train or self.start_step == 0)
         self.stop_signal = StopSignal()
-        self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save else None
+        self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save and self.trains else None
         self._prepare_weights()
         self.shape = model_shape(self.hf_config, head=self.loss.head)
+        if self.store:
+            self.store.claim()
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
         agree(self._open_log if is_main_rank() else None)
         self.profiler = None
@@ -193,14 +198,16 @@ class Run:
         wandb = None
         if args.use_wandb:
             wandb = WandbOptions(project=args.wandb_project, name=args.wandb_name, mode=args.wandb_mode)
-        margin = "reward_margin" if self.loss.head == "lm" else "score_margin"
+        names = self.loss.metric_names
+        shown: list[str] = [name for name in ("loss", "tie_aware_accuracy") if name in names]
+        shown += [name for name in names if name.endswith("margin")]
         return Tracker(
             log_dir=args.log_dir,
             exp_name=args.exp_name,
             total_steps=self.total_steps,
             start_step=0 if args.skip_train else self.start_step,
             log_interval=args.log_interval,
-            headline=tuple(f"train/{args.loss_type}/{name}" for name in ("loss", "tie_aware_accuracy", margin)),
+            headline=tuple(f"train/{args.loss_type}/{name}" for name in shown),
             wandb=wandb,
             tensorboard_dir=args.tensorboard_dir,
             config=self.flags(),
@@ -328,6 +335,7 @@ class Run:
             self.say(
                 f"step {self.start_step} of {self.total_steps} is done: nothing left to train; raise --num-rollout to go on"
             )
+        if not self.trains:
             self._export(self.start_step)  # the run before may have ended between its last checkpoint and its export
         speaks = is_main_rank()
         self._close()

@@ -107,16 +107,30 @@ def check_files(args: argparse.Namespace) -> None:
     if args.save is not None and args.finetune:
         same = args.save.resolve() == args.load.resolve()
         _require(not same, "--finetune starts a new run, so --save must be another directory than --load")
+    if args.save is not None and not args.skip_train:
+        _check_unused(args)
     if args.save_hf is not None:
         rest = args.save_hf.replace("{iteration}", "")
         _require("{" not in rest and "}" not in rest, f"--save-hf {args.save_hf}: {{iteration}} is the only placeholder")
-        for flag, source in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
-            same = Path(args.save_hf).resolve() == source.resolve()
+        taken = {"--hf-checkpoint": args.hf_checkpoint, "--ref-load": args.ref_load, "--save": args.save, "--load": args.load}
+        for flag, source in taken.items():
+            same = source is not None and Path(args.save_hf).resolve() == source.resolve()
             _require(not same, f"--save-hf must be another directory than {flag}: the export would overwrite {source}")
     for flag in ("--save", "--save-hf", "--log-dir", "--data-cache-dir", "--tensorboard-dir"):
         path = getattr(args, _dest(flag))
         if path is not None and not (flag == "--save" and args.skip_train):
             _check_writable(flag, Path(path))
+
+
+def _check_unused(args: argparse.Namespace) -> None:
+    """A run may add to the checkpoints that it resumes from, never to another run's."""
+    resumes = args.load is not None and args.load.resolve() == args.save.resolve()
+    steps = _iterations(args.save)
+    _require(
+        resumes or not steps,
+        f"--save {args.save} already holds checkpoints, the latest of step {max(steps, default=0)}: --load {args.save} resumes "
+        "them; for a new run choose another directory",
+    )
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
@@ -146,8 +160,12 @@ def _check_reference(path: Path, step: int | None) -> None:
 
 def _check_iteration(flag: str, step: int | None, checkpoint: Path) -> None:
     if step is not None and not (checkpoint / f"iter_{step:07d}").is_dir():
-        found = sorted(int(path.name[5:]) for path in checkpoint.glob("iter_*") if path.name[5:].isdecimal())
+        found = _iterations(checkpoint)
         raise UserError(f"{flag} {step}: {checkpoint} holds {f'iterations {found}' if found else 'no iteration'}")
+
+
+def _iterations(checkpoint: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in checkpoint.glob("iter_*") if path.name[5:].isdecimal())
 
 
 def _is_megatron(path: Path) -> bool:

@@ -105,6 +105,22 @@ def check_objective(info: CheckpointInfo, *, loss_type: str, head: str) -> None:
         )
 
 
+def check_same_run(info: CheckpointInfo, flags: dict[str, Any], *, needs_reference: bool) -> None:
+    """Refuse to resume with flags under which the order of pairs, the weights or the objective could not continue."""
+    saved = info.run.get("arguments", {})
+    for name, flag in CONTINUED.items():
+        if name in saved and saved[name] != flags[name]:
+            raise UserError(
+                f"--load {info.path} was trained with {name.replace('_', ' ')} {saved[name]}, but this run has {flags[name]}: "
+                f"it could not continue; give the same {flag}, or --finetune for a new run"
+            )
+    if info.reference is not None and not needs_reference:
+        raise UserError(
+            f"--load {info.path} was trained against a reference, but this run has none; leave out --dpo-reference-free, or "
+            "give --finetune for a new run"
+        )
+
+
 def check_data(info: CheckpointInfo, *, fingerprint: str) -> None:
     """Refuse to resume over other data."""
     data = info.run.get("data_fingerprint")
@@ -115,10 +131,8 @@ def check_data(info: CheckpointInfo, *, fingerprint: str) -> None:
         )
 
 
-SAME_FOR_SAME_RUN = (
-    *("global_batch_size", "max_tokens_per_gpu", "seed", "shuffle", "share_prompt", "bf16", "clip_grad"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
-)
+CONTINUED = {"global_batch_size": "--global-batch-size", "seed": "--seed", "shuffle": "--no-shuffle", "bf16": "--bf16"}
+TOLD = ("max_tokens_per_gpu", "share_prompt", "clip_grad", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
 
 
 def changed_flags(info: CheckpointInfo, flags: dict[str, Any], *, loss_type: str) -> list[str]:
@@ -127,7 +141,7 @@ def changed_flags(info: CheckpointInfo, flags: dict[str, Any], *, loss_type: str
     A resumed run takes the flags as they are: it continues, but is not the run that it would have been.
     """
     saved = info.run.get("arguments", {})
-    names = [name for name in flags if name in SAME_FOR_SAME_RUN or name.startswith(f"{loss_type}_")]
+    names = [name for name in flags if name in TOLD or name.startswith(f"{loss_type}_")]
     return [
         f"--{name.replace('_', '-')} {saved[name]} -> {flags[name]}"
         for name in names
@@ -144,6 +158,12 @@ def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, 
         if wanted and not present:
             raise UserError(f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune")
     check_vocabulary_rows(engine, info, flag="--load")
+    distributed = info.run.get("arguments", {}).get("use_distributed_optimizer", engine.distributed_optimizer)
+    if optimizer and distributed != engine.distributed_optimizer:
+        raise UserError(
+            f"--load {info.path} was saved {'with' if distributed else 'without'} --use-distributed-optimizer, whose state is "
+            "laid out otherwise; resume likewise, or with a fresh optimizer by --no-load-optim"
+        )
     state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True)
     for change in load_training_state(engine, load_checkpoint(info, state)):
         say(f"the schedule changed: {change}")

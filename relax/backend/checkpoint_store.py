@@ -11,6 +11,8 @@ Invariants:
 - Background writes happen in a thread that calls no collective; the ranks agree in `finish_pending`.
 """
 
+import fcntl
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -65,8 +67,26 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, *, keep: int | None = None, flag: str = "--save") -> None:
         self.directory, self.keep, self.flag = Path(directory), keep, flag
+        self._lock: int | None = None
         self._pending: _Save | None = None
         self._thread: ThreadPoolExecutor | None = None
+
+    def claim(self) -> None:
+        """Make the directory and keep other runs from saving into it while this process lives. UserError where one does."""
+
+        def lock() -> None:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = os.open(self.directory, os.O_RDONLY)  # held, and so locked, to the end of the process
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{self.flag} {self.directory} is in use by another run; wait for it, or choose another directory"
+                ) from None
+            except OSError as error:
+                raise UserError(f"{self.flag} {self.directory} cannot be written: {error}") from error
+
+        agree(lock if is_main_rank() else None)
 
     def save_checkpoint(
         self, *, step: int, state: dict[str, Any], files: dict[str, dict[str, Any]], async_save: bool = False

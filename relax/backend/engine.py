@@ -79,6 +79,7 @@ class Engine:
         self.chunks: list[PreferenceModel] = self._build_chunks()
         self.config = self.chunks[0].config
         self.dp_size: int = parallel_state.get_data_parallel_world_size()
+        self.distributed_optimizer = False
         self.wrapped: list[DistributedDataParallel] = []
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -121,6 +122,7 @@ class Engine:
         self.wrapped = [
             DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)
         ]
+        self.distributed_optimizer = options.distributed
         self.optimizer = build_optimizer(self.wrapped, options)
         self.scheduler = build_scheduler(self.optimizer, options)
         self.config.finalize_model_grads_func = finalize_model_grads

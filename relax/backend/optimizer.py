@@ -76,7 +76,7 @@ def build_scheduler(optimizer: Any, options: OptimizerOptions) -> OptimizerParam
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
-        wsd_decay_steps=max(1, options.total_steps // 10),
+        wsd_decay_steps=max(2, options.total_steps // 10),
         lr_wsd_decay_style="linear",
     )
 
@@ -87,7 +87,7 @@ def schedule_changes(saved: dict[str, Any], scheduler: OptimizerParamScheduler) 
     return [
         f"{name} {saved[name]} -> {value}"
         for name, value in current.items()
-        if name != "num_steps" and name in saved and saved[name] != value
+        if name != "num_steps" and "wd" not in name and name in saved and saved[name] != value
     ]
 
 

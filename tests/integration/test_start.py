@@ -1,7 +1,9 @@
 """Where a policy starts, and which checkpoints a run refuses to go on from: every refusal leaves all files as they were."""
 
+import fcntl
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,64 @@ def test_partial_state_needs_the_matching_flag(trained: Workplace, state: str, w
     )
     out = place.succeed(exp_name=f"on-{state}", load=save, num_rollout=6, **{f"no_load_{state}": True})
     assert "step 5/6" in out and "step 6/6" in out
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "flag"),
+    [
+        ({"global_batch_size": 8}, "global batch size 4, but this run has 8", "--global-batch-size"),
+        ({"seed": 7}, "seed 42, but this run has 7", "--seed"),
+        ({"no_shuffle": True}, "shuffle True, but this run has False", "--no-shuffle"),
+        ({"no_bf16": True}, "bf16 True, but this run has False", "--bf16"),
+    ],
+)
+def test_a_run_goes_on_only_with_its_order_and_dtype(trained: Workplace, changed: Any, what: str, flag: str) -> None:
+    save = f"out/run{flag}"
+    given = {"global_batch_size": 4, "bf16": True, "load": save, "save": save}
+    trained.succeed(exp_name=f"run{flag}", num_rollout=1, **given)
+    if "no_bf16" in changed:
+        del given["bf16"]
+    message = refuses(trained, num_rollout=6, **{**given, **changed})
+    assert message == (
+        f"--load {save}/iter_0000001 was trained with {what}: it could not continue; give the same {flag}, or --finetune "
+        "for a new run"
+    )
+
+
+def test_a_run_against_a_reference_does_not_go_on_without(trained: Workplace) -> None:
+    message = refuses(trained, load="out/dpo", num_rollout=6, dpo_reference_free=True)
+    assert message == (
+        "--load out/dpo/iter_0000004 was trained against a reference, but this run has none; leave out --dpo-reference-free, "
+        "or give --finetune for a new run"
+    )
+
+
+def test_optimizer_state_of_the_other_kind_is_refused(trained: Workplace) -> None:
+    message = refuses(trained, load="out/dpo", num_rollout=6, use_distributed_optimizer=True)
+    assert message == (
+        "--load out/dpo/iter_0000004 was saved without --use-distributed-optimizer, whose state is laid out otherwise; resume "
+        "likewise, or with a fresh optimizer by --no-load-optim"
+    )
+
+
+def test_a_new_run_leaves_another_runs_checkpoints_alone(trained: Workplace) -> None:
+    for load in ({}, {"load": "out/typo"}):
+        message = refuses(trained, save="out/dpo", keep_checkpoints=1, num_rollout=2, **load)
+        assert message == (
+            "--save out/dpo already holds checkpoints, the latest of step 4: --load out/dpo resumes them; for a new run choose "
+            "another directory"
+        )
+
+
+def test_two_runs_do_not_save_into_one_directory(trained: Workplace) -> None:
+    directory = trained.path("out/dpo")
+    held = os.open(directory, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        message = refuses(trained, load="out/dpo", save="out/dpo", num_rollout=6)
+    finally:
+        os.close(held)
+    assert message == "--save out/dpo is in use by another run; wait for it, or choose another directory"
 
 
 def test_a_changed_schedule_is_printed_and_wins(trained: Workplace) -> None:

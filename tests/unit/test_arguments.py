@@ -97,9 +97,17 @@ def test_defaults_depend_on_the_loss_and_on_other_flags():
     assert parse("--profile", "--profile-step-start", "3").profile_step_end == 5
 
 
+def test_a_world_size_without_a_rank_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="^the environment has WORLD_SIZE 2 without a RANK: start the ranks by torchrun"):
+        parse()
+    parse("--dry-run")
+
+
 def test_world_size_comes_from_the_environment_or_the_plan(monkeypatch):
     assert parse("--dry-run", "--world-size", "16").world_size == 16
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
     args = parse("--tensor-model-parallel-size", "2", "--sequence-parallel")
     assert (args.world_size, args.expert_tensor_parallel_size) == (4, 2)
     monkeypatch.setenv("WORLD_SIZE", "many")
@@ -140,7 +148,8 @@ BAD_VALUES = {
     ("--lr-warmup-fraction", "1"): "--lr-warmup-fraction: must be a number, at least 0 and below 1, not 1",
     ("--global-batch-size", "0"): "--global-batch-size: must be a whole number, at least 1, not 0",
     ("--num-rollout", "1.5"): "--num-rollout: must be a whole number, at least 1, not '1.5'",
-    ("--seed", "-1"): "--seed: must be a whole number, at least 0, not -1",
+    ("--seed", "-1"): "--seed: must be a whole number, at least 0 and at most 4294967295, not -1",
+    ("--seed", "4294967296"): "--seed: must be a whole number, at least 0 and at most 4294967295, not 4294967296",
     ("--task-type", "x"): "--task-type: invalid choice: 'x' (choose from 'causal_lm')",
     ("--dpo-beta", "-0.1"): "--dpo-beta must be a finite number above 0, got -0.1",
     ("--dpo-beta", "nan"): "--dpo-beta: must be a number, not nan",

@@ -243,4 +243,5 @@ def test_parsing_checks_the_layout_of_the_plan_or_the_process(monkeypatch):
     )
     assert isinstance(parse_args([*BASE, TP, "2", "--dry-run", "--world-size", "2"]), Namespace)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     assert isinstance(parse_args([*BASE, TP, "2"]), Namespace)
