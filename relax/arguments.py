@@ -26,7 +26,7 @@ DEFAULT_LR = {"lm": 5e-7, "scalar": 1e-5}  # by the head that the loss trains
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags as a namespace of plain values, directories as `Path`, data paths as strings (maybe tokenized prefixes).
+    """Flags as a namespace of plain values, directories as `Path`, data paths as strings.
 
     Dependent defaults are filled in, `eval_prompt_data` maps names to paths (the unnamed set is ""), and `world_size`
     is `--world-size`, else the environment's. Raises UserError.

@@ -174,10 +174,8 @@ def _is_megatron(path: Path) -> bool:
 
 
 def _check_data(flag: str, path: str) -> None:
-    prefix = Path(path)
-    tokenized = prefix.parent.is_dir() and any(prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"))
-    _require(prefix.exists() or tokenized, f"{flag} {path} does not exist")
-    _require(not prefix.exists() or os.access(prefix, os.R_OK), f"{flag} {path} is not readable")
+    _require(Path(path).exists(), f"{flag} {path} does not exist")
+    _require(os.access(path, os.R_OK), f"{flag} {path} is not readable")
 
 
 def _check_writable(flag: str, path: Path) -> None:

@@ -37,7 +37,6 @@ def workplace(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text(json.dumps(DENSE))
     for name in ("train", "eval"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
-    (tmp_path / "tokens_packed_chosen_input_ids_document.idx").write_text("")
 
 
 def refused(argv: list[str]) -> str:
@@ -146,7 +145,6 @@ def test_good_files_and_directories(tmp_path):
             "empty",
             "train.jsonl",
             "eval.jsonl",
-            "tokens_packed_chosen_input_ids_document.idx",
         ]
     ), "checking makes no directory"
 

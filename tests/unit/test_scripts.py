@@ -29,6 +29,12 @@ for _ in {1..300}; do sleep 0.1; done
 """
 
 
+def heed_signals() -> None:
+    """A shell cannot trap what its parent ignores, as nohup and background jobs do."""
+    for kind in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(kind, signal.SIG_DFL)
+
+
 class Stage:
     """A directory with inputs, a stub on PATH, and only the variables that a test sets."""
 
@@ -62,7 +68,14 @@ class Stage:
         environment = self.environment(variables)
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            command, cwd=self.directory, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            command,
+            cwd=self.directory,
+            env=environment,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+            preexec_fn=heed_signals,
         )
 
     def started(self) -> list[str]:
