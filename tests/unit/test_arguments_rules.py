@@ -133,7 +133,7 @@ def test_files_and_directories(extra, tmp_path):
 
 
 def test_good_files_and_directories(tmp_path):
-    extra = "--prompt-data tokens train.jsonl --ref-load megatron --ref-ckpt-step 20 --load absent --save absent"
+    extra = "--prompt-data eval.jsonl train.jsonl --ref-load megatron --ref-ckpt-step 20 --load absent --save absent"
     args = parse_args([*BASE, *extra.split(), "--save-hf", "out/{iteration}/hf"])
     assert (args.ref_load, args.load, args.save) == (Path("megatron"), Path("absent"), Path("absent"))
     assert parse_args([*BASE, "--load", "megatron", "--ckpt-step", "50", "--finetune"]).ckpt_step == 50
