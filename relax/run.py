@@ -1,224 +1,27 @@
-"""What a training run is made of, put together in the order in which things can fail: flags, checkpoint, data, then weights.
+"""The verbs of a training run, over what `RunSetup` put together: step, evaluate, log, save, stop, finish."""
 
-`Run` offers the loop its verbs. Everything that decides a number (order, packing, head, reference) is a function of flags,
-files and the step, so a resumed run needs the step alone.
-"""
-
-import argparse
-import json
 import math
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from relax.backend.checkpoint import CheckpointStore, find_checkpoint
-from relax.backend.device import is_main_rank, peak_memory_gib, peak_tflops, select_device
-from relax.backend.engine import Engine
-from relax.backend.export import check_output, export_hf
-from relax.backend.model import model_shape, read_hf_config
-from relax.backend.parallel import agree, initialize, main_rank_first, shutdown
+from relax.backend.device import is_main_rank, peak_memory_gib
+from relax.backend.export import export_hf
+from relax.backend.parallel import agree, shutdown
 from relax.backend.state import training_state
-from relax.batches import Batches, evaluate
-from relax.data import load_pairs
+from relax.batches import evaluate
 from relax.errors import UserError
-from relax.loss_flags import build_loss
 from relax.metrics import pair_means, throughput
-from relax.profiling import StepProfiler
-from relax.reference_pass import fill_table, open_table
 from relax.report import curves, summary
-from relax.settings import (
-    check_model,
-    check_vocabulary,
-    data_options,
-    optimizer_options,
-    packing,
-    parallel_config,
-    recompute_options,
-    total_steps,
-)
-from relax.stopping import StopSignal
-from relax.tracking import Tracker, WandbOptions
-from relax.weights import (
-    WeightSource,
-    changed_flags,
-    check_data,
-    check_objective,
-    check_reference,
-    check_same_run,
-    load_weights,
-    reference_identity,
-    resume,
-)
+from relax.run_setup import RunSetup
 
 
-class Run:
-    """One `python -m relax.train`: data, model, optimizer, log, and the step that it stands at."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.tracker: Tracker | None = None
-        self.loss = build_loss(args)
-        self.device = select_device(args.device)
-        self.hf_config = read_hf_config(args.hf_checkpoint)
-        check_model(args, self.hf_config)
-        if args.save_hf:
-            check_output(Path(args.save_hf.replace("{iteration}", "0")), source=args.hf_checkpoint)
-        parallel = parallel_config(args)
-        initialize(
-            parallel,
-            device=self.device,
-            seed=args.seed,
-            virtual_stages=parallel.virtual_stages(self.hf_config.num_hidden_layers),
-            timeout_minutes=args.distributed_timeout_minutes,
-        )
-        self.resumed = find_checkpoint(args.load, step=args.ckpt_step, flag="--load") if args.load else None
-        self.start_step = self.resumed.step if self.resumed and not args.finetune else 0
-        self.source = WeightSource(args.ref_load, args.ref_ckpt_step)
-        if self.resumed:
-            check_objective(self.resumed, loss_type=args.loss_type, head=self.loss.head)
-            if not args.finetune and not args.skip_train:
-                check_same_run(self.resumed, self.flags(), needs_reference=self.loss.needs_reference)
-        if self.loss.needs_reference or not self.resumed:
-            self.source.check()
-        self.engine = Engine(
-            self.hf_config,
-            loss=self.loss,
-            device=self.device,
-            dtype=torch.bfloat16 if args.bf16 else torch.float32,
-            parallel=parallel,
-            **recompute_options(args),
-        )
-        self.packing = packing(args, dp_size=self.engine.dp_size, hidden_size=self.hf_config.hidden_size)
-        self.train_set = self._read(args.prompt_data, title="train") if args.prompt_data else None
-        self.eval_sets = {
-            name: self._read([path], title=f"eval {name}".rstrip()) for name, path in args.eval_prompt_data.items()
-        }
-        self.sets = {"train": self.train_set} if self.train_set else {}
-        self.sets |= {f"eval {name}".rstrip(): batches for name, batches in self.eval_sets.items()}
-        self.total_steps = total_steps(args, self.train_set)
-        self.trains = self.start_step < self.total_steps
-        self.evaluates_first = bool(self.eval_sets) and (args.skip_train or self.start_step == 0)
-        self.stop_signal = StopSignal()
-        self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save and self.trains else None
-        self._prepare_weights()
-        self.shape = model_shape(self.hf_config, head=self.loss.head)
-        if self.store:
-            self.store.claim()
-        self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
-        agree(self._open_log if is_main_rank() else None)
-        self.profiler = None
-        if args.profile:
-            trace = args.log_dir / args.exp_name / f"trace-rank{dist.get_rank()}.json"
-            self.profiler = StepProfiler(trace, first=args.profile_step_start, last=args.profile_step_end)
-
-    def _read(self, paths: list[str], *, title: str) -> Batches:
-        args = self.args
-        dataset = main_rank_first(
-            lambda: load_pairs(
-                paths,
-                tokenizer_dir=args.hf_checkpoint,
-                options=data_options(args, whole_render=self.loss.head == "scalar"),
-                cache_dir=args.data_cache_dir,
-                num_workers=args.num_workers,
-                title=title,
-            )
-        )
-        check_vocabulary(dataset, args, self.hf_config)
-        self.say(dataset.report.table())
-        return Batches(
-            dataset=dataset,
-            packing=self.packing,
-            batch_size=args.global_batch_size,
-            seed=args.seed,
-            shuffle=args.shuffle and title == "train",
-        )
-
-    def _open_log(self) -> None:
-        try:
-            self._write_data_report()
-        except OSError as error:
-            raise UserError(f"--log-dir {self.args.log_dir}: data_report.json cannot be written: {error.strerror}") from None
-        self.tracker = self._open_tracker()
-
-    def _write_data_report(self) -> None:
-        report = {title: batches.dataset.report.to_json() for title, batches in self.sets.items()}
-        directory = self.args.log_dir / self.args.exp_name
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "data_report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-
-    def _prepare_weights(self) -> None:
-        """The reference's numbers first, while the model alone is in memory; then the policy's weights, then the optimizer."""
-        args, engine, info = self.args, self.engine, self.resumed
-        if info and self.train_set and not args.finetune:
-            check_data(info, fingerprint=self.train_set.dataset.fingerprint)
-        self.reference: dict[str, Any] | None = None
-        if self.loss.needs_reference or not info:
-            self.source.load(engine, flag="--ref-load", seed=args.seed)
-            if self.loss.needs_reference:
-                self.reference = reference_identity(engine, self.source)
-                if info and not args.finetune:
-                    check_reference(self.reference, info)
-                self._fill_tables(self.reference["sha256"])
-        continues = info is not None and self.trains and not args.finetune
-        if info and not continues:
-            load_weights(engine, info, flag="--load", seed=args.seed)
-        if self.trains:
-            engine.prepare_training(optimizer_options(args, self.total_steps))
-        if info and continues:
-            for change in changed_flags(info, self.flags(), loss_type=args.loss_type):
-                self.say(f"not as in the checkpoint: {change}")
-            resume(engine, info, optimizer=args.load_optim, rng=args.load_rng, say=self.say)
-        self.say(f"{args.loss_type}: {engine.num_parameters / 1e6:.1f} M parameters on {self.device}, step {self.start_step}")
-
-    def _fill_tables(self, sha256: str) -> None:
-        for title, batches in self.sets.items():
-            if title == "train" and not self.trains:
-                continue
-            used = range(self.start_step + 1, self.total_steps + 1) if title == "train" else batches.all_steps
-            start = time.perf_counter()
-            open_table(self.engine, batches, reference_sha256=sha256, directory=self.args.data_cache_dir)
-            scored = fill_table(self.engine, batches, steps=used, after_each=self._heed_signals)
-            seconds = time.perf_counter() - start
-            self.say(f"reference, {title}: {scored} pairs scored in {seconds:.1f} s, the rest known")
-
-    def _heed_signals(self) -> None:
-        """Before training there is nothing to save but the reference table, which is written as it grows."""
-        if stopped := self.stop_signal.on_any_rank(self.device):
-            self.say(f"stopped by signal {stopped} before the first step")
-            sys.exit(128 + stopped)
-
-    def _open_tracker(self) -> Tracker:
-        args = self.args
-        wandb = None
-        if args.use_wandb:
-            wandb = WandbOptions(project=args.wandb_project, name=args.wandb_name, mode=args.wandb_mode)
-        names = self.loss.metric_names
-        shown: list[str] = [name for name in ("loss", "tie_aware_accuracy") if name in names]
-        shown += [name for name in names if name.endswith("margin")]
-        return Tracker(
-            log_dir=args.log_dir,
-            exp_name=args.exp_name,
-            total_steps=self.total_steps,
-            start_step=0 if args.skip_train else self.start_step,
-            log_interval=args.log_interval,
-            headline=tuple(f"train/{args.loss_type}/{name}" for name in shown),
-            wandb=wandb,
-            tensorboard_dir=args.tensorboard_dir,
-            config=self.flags(),
-            bar=None,
-        )
-
-    def flags(self) -> dict[str, Any]:
-        """The parsed flags as plain values."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self.args).items()}
-
-    # The loop's verbs.
+class Run(RunSetup):
+    """One `python -m relax.train`; `train.py` is its story."""
 
     def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step; its metrics."""
@@ -281,11 +84,6 @@ class Run:
         """One line of metrics; a log that cannot be written ends the run on every rank."""
         tracker = self.tracker
         agree((lambda: tracker.log(step, {"train/step": step, **metrics})) if tracker else None)
-
-    def say(self, text: str) -> None:
-        """Tell the user, once for all ranks."""
-        if is_main_rank():
-            self.tracker.print(text) if self.tracker else print(text, flush=True)
 
     def save(self, step: int) -> None:
         """A complete checkpoint of this step, and the Hugging Face export where asked."""
