@@ -26,15 +26,18 @@ def target_logprobs(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
+    grad_into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log p(targets) [num_rows], fp32 or fp64, natural logarithm.
 
     hidden [num_rows, hidden_size]; weight [vocab shard, hidden_size], this rank's rows of the (padded) vocabulary;
     targets [num_rows], global token ids; group: the tensor-parallel group; chunk: rows at a time (None: by memory).
+    grad_into: a buffer like `weight` in the dtype of the result, to which backward adds the weight's gradient; the weight's
+    own then gets none from here.
     """
     if chunk is None:
         chunk = max(64, CHUNK_BYTES // (4 * weight.size(0)))
-    result: torch.Tensor = _TargetLogprobs.apply(hidden, weight, targets, vocab_size, group, chunk)
+    result: torch.Tensor = _TargetLogprobs.apply(hidden, weight, targets, vocab_size, group, chunk, grad_into)
     return result
 
 
@@ -60,7 +63,7 @@ class _Shard:
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, group, chunk):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, targets, vocab_size, group, chunk, grad_into):  # type: ignore[no-untyped-def]
         shard = _Shard(weight, vocab_size, group)
         wide = _accumulator(hidden.dtype)
         rows = hidden.size(0)
@@ -80,7 +83,7 @@ class _TargetLogprobs(torch.autograd.Function):
         shard.reduce(picked)
         logsumexp = total.log() + top
         ctx.save_for_backward(hidden, weight, targets, logsumexp)
-        ctx.shard, ctx.chunk = shard, chunk
+        ctx.shard, ctx.chunk, ctx.grad_into = shard, chunk, grad_into
         return picked - logsumexp
 
     @staticmethod
@@ -89,8 +92,9 @@ class _TargetLogprobs(torch.autograd.Function):
         shard, chunk, rows = ctx.shard, ctx.chunk, hidden.size(0)
         logits = _Logits(weight, shard.real, chunk, logsumexp.dtype)
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.empty(weight.shape, dtype=logsumexp.dtype, device=weight.device)
-        grad_weight[shard.real if rows else 0 :] = 0
+        grad_weight = ctx.grad_into
+        if grad_weight is None:
+            grad_weight = torch.zeros(weight.shape, dtype=logsumexp.dtype, device=weight.device)
         real_grad = grad_weight[: shard.real]
         for i in range(0, rows if shard.real else 0, chunk):
             at = slice(i, min(i + chunk, rows))
@@ -101,13 +105,11 @@ class _TargetLogprobs(torch.autograd.Function):
             dz = dz.to(logits.weight.dtype)
             grad_hidden[at] = dz @ logits.weight
             if dz.dtype == real_grad.dtype:
-                torch.addmm(real_grad, dz.t(), hidden[at].to(dz.dtype), beta=int(i > 0), out=real_grad)
-            elif i:
-                real_grad += dz.t() @ hidden[at]
+                real_grad.addmm_(dz.t(), hidden[at].to(dz.dtype))
             else:
-                real_grad.copy_(dz.t() @ hidden[at])
+                real_grad += dz.t() @ hidden[at]
         shard.reduce(grad_hidden)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if ctx.grad_into is not None else grad_weight.to(weight.dtype), *[None] * 5
 
 
 class _Logits:

@@ -29,6 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from relax.backend.attention import PackedAttention
 from relax.backend.layout import PackedLayout
 from relax.backend.logprobs import target_logprobs
+from relax.backend.norm import RMSNorm
 from relax.errors import UserError
 from relax.metrics import ModelShape
 
@@ -148,20 +149,6 @@ def _keep(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019). megatron's torch norm refuses sequence parallelism; this one marks its
-    weight, so that its gradient is reduced over the tensor-parallel ranks that each saw part of the rows."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class PreferenceModel(GPTModel):
     """GPTModel over packed layouts; `forward(ids [1, rows], None, None, packed_seq_params=layout)` gives sequence scores."""
 
@@ -216,7 +203,17 @@ class PreferenceModel(GPTModel):
     def _target_logprobs(self, rows: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return target_logprobs(rows, weight, layout.targets, vocab_size=self.real_vocab_size, group=self.pg_collection.tp)
+        # Beside its embedding the weight's gradient goes straight to megatron's fp32 buffer; the embedding's own gradient then
+        # tells megatron that the parameter is ready.
+        buffer = getattr(weight, "main_grad", None) if tied and self.pre_process else None
+        return target_logprobs(
+            rows,
+            weight,
+            layout.targets,
+            vocab_size=self.real_vocab_size,
+            group=self.pg_collection.tp,
+            grad_into=buffer,
+        )
 
     def _rewards(self, rows: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(rows.dtype, torch.float32)
