@@ -84,7 +84,7 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["directory"])
     if request["file_limit"] is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond it then fails, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"], request["file_limit"]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"], resource.RLIM_INFINITY))
     if not request["draws"]:  # curves cost as much time as all the rest of a tiny run
         import relax.run
 
@@ -111,6 +111,7 @@ if __name__ == "__main__":
     if (mine := serve()) is not None:
         become(mine)
         code = run(mine["module"], mine["arguments"])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # for coverage's file
         threading._shutdown()  # what an interpreter's end does, but for freeing its modules one by one: seconds of copies
         atexit._run_exitfuncs()
         sys.stdout.flush()
