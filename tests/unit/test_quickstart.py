@@ -79,7 +79,7 @@ def test_first_run_installs_fetches_and_trains(project: Project):
         "--loss-type dpo",
         "--prompt-data quickstart/demo_train.jsonl",
         "--eval-prompt-data quickstart/demo_eval.jsonl",
-        "--num-rollout 24 --global-batch-size 4 --max-tokens-per-gpu 4096 --lr 1e-5",
+        "--num-rollout 24 --global-batch-size 3 --max-tokens-per-gpu 4096 --lr 1e-5",
         "--save-interval 12",
         "--device cpu",
     ):
@@ -121,12 +121,12 @@ def test_own_model_and_pairs_are_used_instead(project: Project):
     own.mkdir()
     (own / "config.json").write_text("{}")
     (own / "pairs.jsonl").touch()
-    done = project.quickstart(HF_CHECKPOINT="own", PROMPT_DATA="own/pairs.jsonl", NUM_GPUS="1", GLOBAL_BATCH_SIZE="3")
+    done = project.quickstart(HF_CHECKPOINT="own", PROMPT_DATA="own/pairs.jsonl", NUM_GPUS="1", GLOBAL_BATCH_SIZE="5")
     assert done.returncode == 0, done.stderr
     install, train = project.calls()
     assert install == INSTALL and "--eval-prompt-data" not in train and "--no-bf16" not in train
     assert "--hf-checkpoint own" in train and "--prompt-data own/pairs.jsonl" in train
-    assert "--device cuda" in train and "--global-batch-size 3" in train
+    assert "--device cuda" in train and "--global-batch-size 5" in train
 
 
 def test_changed_pins_install_again(project: Project):
