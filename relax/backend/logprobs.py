@@ -9,6 +9,7 @@ the weight at or beyond `vocab_size` (padding) get no probability and no gradien
 """
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,16 @@ class _Shard:
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, group, chunk, grad_into):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        grad_into: torch.Tensor | None,
+    ) -> torch.Tensor:
         shard = _Shard(weight, vocab_size, group)
         wide = _accumulator(hidden.dtype)
         rows = hidden.size(0)
@@ -87,7 +97,7 @@ class _TargetLogprobs(torch.autograd.Function):
         return picked - logsumexp
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, logsumexp = ctx.saved_tensors
         shard, chunk, rows = ctx.shard, ctx.chunk, hidden.size(0)
         logits = _Logits(weight, shard.real, chunk, logsumexp.dtype)

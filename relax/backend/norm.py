@@ -33,13 +33,13 @@ class RMSNorm(torch.nn.Module):
 
 class _LeanRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt())
         return F.rms_norm(x, weight.shape, weight, eps)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         normed = x.to(scale.dtype).mul(scale)
         grad = grad.to(scale.dtype)
