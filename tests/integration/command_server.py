@@ -7,6 +7,7 @@ minder process waits for it, so that this one never has a child's fate to report
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import resource
@@ -21,17 +22,11 @@ from typing import Any
 
 def preload() -> None:
     """Everything that a run imports."""
-    import matplotlib.backends.backend_agg  # noqa: F401
-    import torch
-    import transformers
-
-    import relax.curves  # noqa: F401
-    import relax.dry_run  # noqa: F401
-    import relax.run  # noqa: F401
-
-    transformers.AutoTokenizer  # noqa: B018 - lazy modules load when they are named
-    transformers.Qwen3Config  # noqa: B018
-    torch.set_num_threads(1)
+    for name in ("matplotlib.backends.backend_agg", "torch", "transformers", "relax.curves", "relax.dry_run", "relax.run"):
+        importlib.import_module(name)
+    for name in ("AutoTokenizer", "Qwen3Config"):  # lazy modules load when they are named
+        getattr(sys.modules["transformers"], name)
+    sys.modules["torch"].set_num_threads(1)
 
 
 def serve() -> dict[str, Any] | None:
