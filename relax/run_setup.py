@@ -161,7 +161,7 @@ class RunSetup:
                 self._fill_tables(self.reference["sha256"])
         continues = info is not None and self.trains and not args.finetune
         if info and not continues:
-            load_weights(engine, info, flag="--load", seed=args.seed)
+            load_weights(engine, info, seed=args.seed)
         if self.trains:
             engine.prepare_training(optimizer_options(args, self.total_steps))
         if info and continues:

@@ -42,15 +42,15 @@ class WeightSource:
         info = find_checkpoint(self.path, step=self.step, flag=flag)
         if info is None:
             raise UserError(f"{flag} {self.path}: no complete checkpoint there")
-        load_weights(engine, info, flag=flag, seed=seed)
+        load_weights(engine, info, seed=seed)
 
 
-def load_weights(engine: Engine, info: CheckpointInfo, *, flag: str, seed: int) -> None:
+def load_weights(engine: Engine, info: CheckpointInfo, *, seed: int) -> None:
     """Only the model's weights, from a Megatron checkpoint."""
-    check_vocabulary_rows(engine, info, flag=flag)
+    check_vocabulary_rows(engine, info)
     head, state = engine.loss.head, model_state(engine)
     if info.head == "scalar" and head == "lm":
-        raise UserError(f"{flag} {info.path}: a reward model's checkpoint; a policy needs one with an output layer")
+        raise UserError(f"{info.where}: a reward model's checkpoint; a policy needs one with an output layer")
     new_head = head == "scalar" and info.head != "scalar"
     if new_head:
         for chunk in state.values():
@@ -60,11 +60,11 @@ def load_weights(engine: Engine, info: CheckpointInfo, *, flag: str, seed: int) 
         initialize_score(engine.chunks, engine.hf_config, seed=seed)
 
 
-def check_vocabulary_rows(engine: Engine, info: CheckpointInfo, *, flag: str) -> None:
+def check_vocabulary_rows(engine: Engine, info: CheckpointInfo) -> None:
     """Padding of the vocabulary may differ between layouts, but every real token needs its row."""
     if info.vocab_rows is not None and info.vocab_rows < engine.hf_config.vocab_size:
         raise UserError(
-            f"{flag} {info.path}: its vocabulary has {info.vocab_rows} rows, but --hf-checkpoint has "
+            f"{info.where}: its vocabulary has {info.vocab_rows} rows, but --hf-checkpoint has "
             f"{engine.hf_config.vocab_size} tokens; they do not belong together"
         )
 
@@ -157,7 +157,7 @@ def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, 
     ):
         if wanted and not present:
             raise UserError(f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune")
-    check_vocabulary_rows(engine, info, flag="--load")
+    check_vocabulary_rows(engine, info)
     distributed = info.run.get("arguments", {}).get("use_distributed_optimizer", engine.distributed_optimizer)
     if optimizer and distributed != engine.distributed_optimizer:
         raise UserError(

@@ -13,7 +13,7 @@ Invariants:
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class CheckpointInfo:
     run: relax_run.json, {} for a checkpoint made elsewhere, whose plain values are not read. reference:
     relax_dpo_reference.json. head: "lm", "scalar", "value" (a PPO critic's), or None where no tensor tells: a language
     model made elsewhere whose output layer is its embedding, or a model without a head. vocab_rows: of its embedding,
-    padding included.
+    padding included. flag: the one that named it.
     """
 
     path: Path
@@ -64,6 +64,12 @@ class CheckpointInfo:
     has_rng: bool
     head: str | None
     vocab_rows: int | None
+    flag: str = "--load"
+
+    @property
+    def where(self) -> str:
+        """What an error message calls it."""
+        return f"{self.flag} {self.path}"
 
 
 def say_once(text: str) -> None:
@@ -88,13 +94,14 @@ def find_checkpoint(
         raise UserError(f"{where} is a file; give a directory of checkpoints")
     try:
         if (directory / CONFIG).is_file():
-            return _read_single(directory, step=step, where=where)
-        candidates = iterations(directory)
-        if step is not None:
-            return _read_step(directory, candidates, step=step, where=where)
-        return _read_latest(directory, candidates, where=where, say=say)
+            info: CheckpointInfo | None = _read_single(directory, step=step, where=where)
+        elif step is not None:
+            info = _read_step(directory, iterations(directory), step=step, where=where)
+        else:
+            info = _read_latest(directory, iterations(directory), where=where, say=say)
     except OSError as error:
         raise UserError(f"{where} cannot be read: {error.strerror} at {error.filename}") from None
+    return replace(info, flag=flag) if info else None
 
 
 def _read_single(path: Path, *, step: int | None, where: str) -> CheckpointInfo:
@@ -235,7 +242,7 @@ def load_checkpoint(info: CheckpointInfo, state: dict[str, Any]) -> dict[str, An
     agree(lambda: opened.append(_open(info, list(nested_values(request)))))
     common, metadata = opened[0]
     agree(lambda: _check_plain(info, set(state) - set(common) - set(request) - set(local) - set(objects)))
-    read_shards(request, info.path, metadata)
+    read_shards(request, info.path, metadata, where=info.where)
     result = {name: value for name, value in common.items() if name in state}
     for part in (local, request, dict_list_map_inplace(lambda empty: empty.data, objects)):
         merge(result, part)
@@ -249,13 +256,13 @@ def _open(info: CheckpointInfo, shards: list[ShardedTensor]) -> tuple[dict[str, 
         metadata = read_metadata(info.path)
         common = read_common(info.path) if info.run else {}
     except Incomplete as problem:
-        raise UserError(f"{info.path} is damaged: {problem}") from None
+        raise UserError(f"{info.where} is damaged: {problem}") from None
     sizes = tensor_sizes(metadata)
     missing = sorted({shard.key for shard in shards} - set(sizes))
     if missing:
         hint = "; --no-load-optim goes on without it" if all(map(_is_optimizer, missing)) else ""
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise UserError(f"{info.path} lacks {len(missing)} of the tensors asked for: {shown}{hint}")
+        raise UserError(f"{info.where} lacks {len(missing)} of the tensors asked for: {shown}{hint}")
     for shard in shards:
         _check_shape(info, shard, sizes[shard.key])
     return common, metadata
@@ -263,16 +270,16 @@ def _open(info: CheckpointInfo, shards: list[ShardedTensor]) -> tuple[dict[str, 
 
 def _check_shape(info: CheckpointInfo, shard: ShardedTensor, size: tuple[int, ...] | None) -> None:
     if size is None:
-        raise UserError(f"{info.path} holds {shard.key} as bytes, not as a tensor: {REFUSAL}")
+        raise UserError(f"{info.where} holds {shard.key} as bytes, not as a tensor: {REFUSAL}")
     wanted = tuple(shard.global_shape)
     padded = shard.allow_shape_mismatch and size[1:] == wanted[1:] and size[0] > 1
     if size != wanted and not padded:
         raise UserError(
-            f"{info.path} holds {shard.key} in shape {list(size)}, but this model needs {list(wanted)}: give "
+            f"{info.where} holds {shard.key} in shape {list(size)}, but this model needs {list(wanted)}: give "
             "the checkpoint of this model"
         )
 
 
 def _check_plain(info: CheckpointInfo, missing: set[str]) -> None:
     if missing:
-        raise UserError(f"{info.path} lacks what was asked for: {', '.join(sorted(missing))}")
+        raise UserError(f"{info.where} lacks what was asked for: {', '.join(sorted(missing))}")

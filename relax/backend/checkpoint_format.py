@@ -120,8 +120,11 @@ class ShardWriter:
         self._writer.finish(self._metadata, results)
 
 
-def read_shards(request: dict[str, Any], directory: Path, metadata: Metadata) -> None:
-    """Read every sharded tensor of `request` and put the tensor [local shape] in its place. Collective."""
+def read_shards(request: dict[str, Any], directory: Path, metadata: Metadata, *, where: str) -> None:
+    """Read every sharded tensor of `request` and put the tensor [local shape] in its place. Collective.
+
+    UserError, which calls the checkpoint `where`, for damage.
+    """
     shards: dict[str, list[ShardedTensor]] = defaultdict(list)
     for shard in nested_values(request):
         shards[shard.key].append(shard)
@@ -138,7 +141,7 @@ def read_shards(request: dict[str, Any], directory: Path, metadata: Metadata) ->
         )
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        text = f"{directory}: rank {rank} cannot read it ({type(cause).__name__}: {cause})"
+        text = f"{where}: rank {rank} cannot read it ({type(cause).__name__}: {cause})"
         raise UserError(f"{text}; it is damaged or not made of tensors alone") from error
     dict_list_map_inplace(lambda shard: shard.data.view(shard.local_shape), request)
 

@@ -171,7 +171,7 @@ def test_two_ranks(tmp_path: Path):
     ]
     # What fails on one rank is the same message on both.
     refused = {
-        "missing": f"{tmp_path}/two/iter_0000002 lacks 1 of the tensors asked for: absent",
+        "missing": f"--load {tmp_path}/two/iter_0000002 lacks 1 of the tensors asked for: absent",
         "full": (
             f"--save {tmp_path}/two: iter_0000003 cannot be saved: File too large; the former checkpoint, "
             "iter_0000002, is whole. Make room or make the directory writable, then run the same command again"

@@ -143,7 +143,7 @@ def test_padded_vocabulary_rows_may_differ(tmp_path: Path):
     assert load(5).tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     fixed = {"vocabulary": ShardedTensor.from_rank_offsets("embedding", torch.ones(8, 2))}
     assert message(load_checkpoint, found(tmp_path), fixed) == (
-        f"{tmp_path}/iter_0000001 holds embedding in shape [6, 2], but this model needs [8, 2]: give the checkpoint of "
+        f"--load {tmp_path}/iter_0000001 holds embedding in shape [6, 2], but this model needs [8, 2]: give the checkpoint of "
         "this model"
     )
 
@@ -155,13 +155,13 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path: Path):
     assert not info.has_optimizer and not info.has_rng
     path = tmp_path / "iter_0000001"
     assert message(load_checkpoint, info, tensors(0)) == (
-        f"{path} lacks 1 of the tensors asked for: optimizer.state.param.decoder.w; --no-load-optim goes on without it"
+        f"--load {path} lacks 1 of the tensors asked for: optimizer.state.param.decoder.w; --no-load-optim goes on without it"
     )
     assert message(load_checkpoint, info, {"step": 0, "rng": {}, "scheduler": {}}) == (
-        f"{path} lacks what was asked for: rng, scheduler"
+        f"--load {path} lacks what was asked for: rng, scheduler"
     )
     more = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(1)) for name in "abcd"}
-    assert message(load_checkpoint, info, more) == f"{path} lacks 4 of the tensors asked for: a, b, c, ..."
+    assert message(load_checkpoint, info, more) == f"--load {path} lacks 4 of the tensors asked for: a, b, c, ..."
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_critics_head_is_no_output_layer(tmp_path: Path):
     save_checkpoint(tmp_path, step=1, state=critic, files={})
     output = ShardedTensor.from_rank_offsets("output_layer.weight", torch.zeros(8, 4), allow_shape_mismatch=True)
     assert message(load_checkpoint, found(tmp_path), {"output": output}) == (
-        f"{tmp_path}/iter_0000001 holds output_layer.weight in shape [1, 4], but this model needs [8, 4]: give the "
+        f"--load {tmp_path}/iter_0000001 holds output_layer.weight in shape [1, 4], but this model needs [8, 4]: give the "
         "checkpoint of this model"
     )
 
@@ -549,7 +549,7 @@ def test_a_byte_entry_under_a_requested_key_is_refused(tmp_path: Path, marker: P
     dcp.save({"decoder.w": Evil(marker)}, checkpoint_id=path)
     asked = {"model": tensors(0)["model"]}
     assert message(load_checkpoint, found(tmp_path / "run"), asked) == (
-        f"{path} holds decoder.w as bytes, not as a tensor: {REFUSAL}"
+        f"--load {path} holds decoder.w as bytes, not as a tensor: {REFUSAL}"
     )
 
 
@@ -564,7 +564,7 @@ def test_code_in_a_tensors_file_does_not_run(tmp_path: Path, marker: Path):
         entry.offset, entry.length = 0, len(payload.getvalue())
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     text = message(load_checkpoint, found(tmp_path / "run"), {"model": tensors(0)["model"]})
-    assert text.startswith(f"{path}: rank 0 cannot read it (UnpicklingError: Weights only load failed.")
+    assert text.startswith(f"--load {path}: rank 0 cannot read it (UnpicklingError: Weights only load failed.")
     assert text.endswith("it is damaged or not made of tensors alone")
 
 
