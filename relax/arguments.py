@@ -37,8 +37,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _fill_defaults(args)
     model_config = read_model_config(args.hf_checkpoint)
     check_files(args)
-    validate_layout(args, args.world_size, model_config)
+    settle_layout(args, model_config)
     return args
+
+
+def settle_layout(args: argparse.Namespace, model_config: dict[str, Any]) -> None:
+    """Fill in the number of ranks and what follows from it. Raises UserError for a layout that cannot work."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if not (world_size.isdecimal() and int(world_size) > 0):
+        raise UserError(f"the environment's WORLD_SIZE must be a whole number, at least 1, not {world_size!r}")
+    if int(world_size) > 1 and "RANK" not in os.environ and not args.dry_run:
+        raise UserError(f"the environment has WORLD_SIZE {world_size} without a RANK: start the ranks by torchrun, or unset it")
+    if args.world_size is None:
+        args.world_size = int(world_size)
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    validate_layout(args, args.world_size, model_config)
 
 
 def build_parser() -> Parser:
@@ -60,7 +74,7 @@ def build_parser() -> Parser:
 
 
 def _fill_defaults(args: argparse.Namespace) -> None:
-    """Defaults that depend on other flags or on the environment."""
+    """Defaults that depend on other flags."""
 
     def default(dest: str, value: Any) -> None:
         if getattr(args, dest) is None:
@@ -75,16 +89,9 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     default("wandb_project", "relax")
     default("profile_step_start", 10)
     default("profile_step_end", args.profile_step_start + 2)
-    default("expert_tensor_parallel_size", args.tensor_model_parallel_size)
     name = args.save.resolve().name if args.save else f"{args.loss_type}-{time.strftime('%Y%m%d-%H%M%S')}"
     default("exp_name", f"{name}-eval" if args.skip_train else name)  # an evaluation must not touch the run's own log
     default("wandb_name", args.exp_name)
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if not (world_size.isdecimal() and int(world_size) > 0):
-        raise UserError(f"the environment's WORLD_SIZE must be a whole number, at least 1, not {world_size!r}")
-    if int(world_size) > 1 and "RANK" not in os.environ and not args.dry_run:
-        raise UserError(f"the environment has WORLD_SIZE {world_size} without a RANK: start the ranks by torchrun, or unset it")
-    default("world_size", int(world_size))
 
 
 def _add_objective(group: Group) -> None:
@@ -113,7 +120,7 @@ def _add_checkpoints(group: Group) -> None:
         "--load",
         "Megatron checkpoint to resume; if absent, empty or unfinished, a new run starts, so it may equal --save",
     )
-    group.whole("--ckpt-step", None, "iteration to resume from --load (default: its latest complete one)")
+    group.whole("--ckpt-step", None, "iteration to take from --load (default: its latest complete one)")
     group.switch("--finetune", "take only the weights from --load and start at step 0")
     group.directory("--save", "where checkpoints go, as iter_0000050 and so on; nothing is saved without it")
     group.whole("--save-interval", None, "steps between checkpoints (default: only at the end)")

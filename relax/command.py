@@ -114,7 +114,13 @@ class Group:
     """One titled group of flags, with a verb for each kind of value; each adds one flag."""
 
     def __init__(self, parser: Parser, title: str) -> None:
-        self._add = parser.add_argument_group(title).add_argument
+        self._group = parser.add_argument_group(title)
+        self._add = self._group.add_argument
+
+    def shared(self, source: Parser, *flags: str) -> None:
+        """Flags of another command, as they are there."""
+        for flag in flags:
+            self._group._add_action(source._option_string_actions[flag])
 
     def switch(self, flag: str, help_: str) -> None:
         """True when given; `--no-x` instead makes `x` False when given."""

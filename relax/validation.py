@@ -42,13 +42,18 @@ def check_combinations(args: argparse.Namespace) -> None:
     """Missing and contradicting flags, before dependent defaults are filled in. Raises UserError."""
     for flag in ("--loss-type", "--hf-checkpoint"):
         _require(_given(args, flag), f"{flag} is required; see --help")
-    for flag, needed, why in NEEDS:
-        _require(not _given(args, flag) or _given(args, needed), f"{flag} needs {needed}: {why}")
+    check_needs(args)
     _check_amounts(args)
     _check_recompute(args)
     if args.exp_name is not None:
         plain = args.exp_name not in ("", ".", "..") and "/" not in args.exp_name
         _require(plain, f"--exp-name {args.exp_name!r} must be a plain name: it becomes a file name in --log-dir")
+
+
+def check_needs(args: argparse.Namespace) -> None:
+    """Refuse a flag without the one that gives it an effect. Raises UserError."""
+    for flag, needed, why in NEEDS:
+        _require(not _given(args, flag) or _given(args, needed), f"{flag} needs {needed}: {why}")
 
 
 def _check_amounts(args: argparse.Namespace) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from relax.backend.checkpoint import CheckpointInfo, find_checkpoint, load_checkpoint
 from relax.backend.engine import Engine
+from relax.backend.model import Head
 from relax.backend.state import load_model_state, load_training_state, model_state, training_state
 from relax.backend.tensor_files import TensorFiles
-from relax.backend.weights import initialize_score, load_hf_weights, weight_hashes
+from relax.backend.weights import SCORE, initialize_score, load_hf_weights, weight_hashes
 from relax.errors import UserError
 
 
@@ -39,10 +40,28 @@ class WeightSource:
         if self.is_hugging_face:
             load_hf_weights(engine.chunks, self.path, engine.hf_config, seed=seed)
             return
-        info = find_checkpoint(self.path, step=self.step, flag=flag)
-        if info is None:
-            raise UserError(f"{flag} {self.path}: no complete checkpoint there")
-        load_weights(engine, info, seed=seed)
+        load_weights(engine, find_weights(self.path, step=self.step, flag=flag), seed=seed)
+
+    def head(self, *, flag: str) -> Head:
+        """Which head the weights have, from their names alone; a language model's where nothing tells."""
+        if self.is_hugging_face:
+            return "scalar" if SCORE in TensorFiles(self.path) else "lm"
+        return head_of(find_weights(self.path, step=self.step, flag=flag))
+
+
+def find_weights(directory: Path, *, step: int | None, flag: str) -> CheckpointInfo:
+    """The checkpoint of `step`, or the latest, that must be there."""
+    info = find_checkpoint(directory, step=step, flag=flag)
+    if info is None:
+        raise UserError(f"{flag} {directory}: no complete checkpoint there")
+    return info
+
+
+def head_of(info: CheckpointInfo) -> Head:
+    """The head to build for a checkpoint's weights."""
+    if info.head == "value":
+        raise UserError(f"{info.where}: a PPO critic's checkpoint; give a language model's or a reward model's")
+    return "scalar" if info.head == "scalar" else "lm"
 
 
 def load_weights(engine: Engine, info: CheckpointInfo, *, seed: int) -> None:

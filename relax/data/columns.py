@@ -28,8 +28,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 OPTIONAL_PARTS = ("chosen", "rejected", "tools", "margin", "chat_template_kwargs")
 MESSAGE_FIELDS = ("role", "content")
 ROLES = ("system", "user", "assistant", "tool")
-# Carried for people and for `--pair-id-key`; known, so their content is not reported as overlooked.
-INFORMATION = frozenset({"prompt_id", "id", "metadata", "score_chosen", "score_rejected"})
+# Carried for people, for `--pair-id-key` and for `relax.score`; known, so their content is not reported as overlooked.
+INFORMATION = frozenset({"prompt_id", "id", "subset", "metadata", "score_chosen", "score_rejected"})
 
 # The ShareGPT names, read without a key map.
 SHAREGPT_FIELDS = {"from": "role", "value": "content"}

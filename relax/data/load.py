@@ -93,7 +93,7 @@ def _tokenize(
             EntryWriter(entry) as writer,
             tqdm(total=num_rows, desc=f"tokenize {title}", unit="row", disable=None) as bar,
         ):
-            collector = Collector(writer, files=summaries, strict=options.strict)
+            collector = Collector(writer, files=summaries, options=options)
             for result in results:
                 bar.update(collector.add(result))
             report = collector.report(title)
@@ -124,10 +124,10 @@ def _too_many_bad(report: DataReport) -> str:
 class Collector:
     """Takes chunk results in order: drops duplicates, writes the rest, counts everything."""
 
-    def __init__(self, writer: EntryWriter, *, files: tuple[FileSummary, ...], strict: bool) -> None:
+    def __init__(self, writer: EntryWriter, *, files: tuple[FileSummary, ...], options: DataOptions) -> None:
         self._writer = writer
         self._files = files
-        self._strict = strict
+        self._options = options
         self._rejected: dict[str, Rejections] = {}
         self._marks: Counter[str] = Counter()
         self._unused: Counter[str] = Counter()
@@ -152,7 +152,7 @@ class Collector:
         return len(result.numbers) + len(result.rejections)
 
     def _duplicate(self, file: int, number: int, keys: tuple[bytes, str | None]) -> Rejection | None:
-        present = [key for key in keys if key is not None]
+        present = [key for key in keys if key is not None] if self._options.drop_duplicates else []
         first = next((self._seen[key] for key in present if key in self._seen), None)
         if first is None:
             self._seen.update(dict.fromkeys(present, number * len(self._files) + file))
@@ -162,7 +162,7 @@ class Collector:
         return Rejection(number, "duplicate", f"the same as row {row}{where}")
 
     def _reject(self, file: int, rejection: Rejection) -> None:
-        if self._strict:
+        if self._options.strict:
             raise UserError(
                 f"{self._files[file].path}:{rejection.number}: {rejection.code}: {rejection.detail}. "
                 "Repair the row, or drop bad rows by leaving out --strict-data."

@@ -29,7 +29,8 @@ class DataOptions:
     `max_length`, `max_completion_length`, `max_tokens` are tokens per pair: prompt + longer completion, one completion,
     and the micro-batch budget. Keys of None mean the usual column name. `whole_render` keeps the template's whole
     render (reward model, which also reads margins); without it a completion stops at its end-of-turn token (DPO).
-    `conversation_key_map` maps names found in the file (columns, message fields, roles) to ours.
+    `conversation_key_map` maps names found in the file (columns, message fields, roles) to ours. Training drops a pair
+    that came before; whoever asks for scores of rows keeps every row (`drop_duplicates=False`).
     """
 
     max_length: int = 1024
@@ -46,6 +47,7 @@ class DataOptions:
     system_prompt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = field(default_factory=dict)
     strict: bool = False
+    drop_duplicates: bool = True
 
     def __post_init__(self) -> None:
         for name, flag in _LIMIT_FLAGS.items():

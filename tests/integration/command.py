@@ -165,12 +165,19 @@ class Workplace:
         return list(command_line({**self.flags, **changes}))
 
     def start(
-        self, *, environment: dict[str, str] | None = None, file_limit: int | None = None, draws: bool = False, **changes: Any
+        self,
+        *,
+        module: str = "relax.train",
+        environment: dict[str, str] | None = None,
+        file_limit: int | None = None,
+        draws: bool = False,
+        **changes: Any,
     ) -> Running:
         """Start a run of the shared flags with `changes`; see `Server.start`."""
         return self.server.start(
             self.arguments(**changes),
             directory=self.directory,
+            module=module,
             environment=environment,
             file_limit=file_limit,
             draws=draws,

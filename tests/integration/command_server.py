@@ -22,7 +22,15 @@ from typing import Any
 
 def preload() -> None:
     """Everything that a run imports."""
-    for name in ("matplotlib.backends.backend_agg", "torch", "transformers", "relax.curves", "relax.dry_run", "relax.run"):
+    for name in (
+        "matplotlib.backends.backend_agg",
+        "torch",
+        "transformers",
+        "relax.curves",
+        "relax.dry_run",
+        "relax.run",
+        "relax.scoring",
+    ):
         importlib.import_module(name)
     for name in ("AutoTokenizer", "Qwen3Config"):  # lazy modules load when they are named
         getattr(sys.modules["transformers"], name)

@@ -1,0 +1,184 @@
+"""What `relax.score` does: read the pairs, score them, write a line for every row, print accuracy and margins.
+
+Invariants:
+- A row's numbers are those that training's evaluation averages: same data, packing, engine and loss.
+- Every row of the input has its line in the output, in order: its scores, or why it has none. Duplicates are scored.
+- The output appears under its name once it is whole.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from relax.backend.device import is_main_rank, select_device
+from relax.backend.engine import Engine
+from relax.backend.model import Head, read_hf_config
+from relax.backend.parallel import agree, initialize, main_rank_first, shutdown
+from relax.batches import Batches
+from relax.data import DataReport, PairDataset, load_pairs
+from relax.data.sources import expand_paths, read_chunks
+from relax.errors import UserError
+from relax.loss_flags import build_loss, settle_loss
+from relax.losses import Loss, RewardModel
+from relax.losses.base import ACCURACY_NAMES
+from relax.metrics import pair_means
+from relax.reference import ReferenceTable
+from relax.reference_pass import fill_table
+from relax.settings import check_model, check_vocabulary, data_options, packing, parallel_config
+from relax.weights import WeightSource
+
+# Usual names of the columns that a flag may name otherwise.
+IDS, SUBSETS = ("id", "prompt_id"), ("subset",)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row of the input: what the output repeats of it, its subset, and why it was dropped, if it was."""
+
+    facts: dict[str, Any]
+    subset: str
+    dropped: str | None
+
+
+def score(args: argparse.Namespace) -> None:
+    """Run the command. Raises UserError, on every rank."""
+    config = read_hf_config(args.hf_checkpoint)
+    check_model(args, config)
+    policy, flag = WeightSource(args.load or args.hf_checkpoint, args.ckpt_step), "--load" if args.load else "--hf-checkpoint"
+    reference = WeightSource(args.ref_load, args.ref_ckpt_step) if args.ref_load else None
+    loss = _loss(args, head=policy.head(flag=flag))
+    if reference:
+        reference.head(flag="--ref-load")  # it can be read: said before the data take their time
+    parallel = parallel_config(args)
+    device = select_device(args.device)
+    initialize(parallel, device=device, seed=args.seed, timeout_minutes=args.distributed_timeout_minutes)
+    engine = Engine(config, loss=loss, device=device, dtype=torch.bfloat16 if args.bf16 else torch.float32, parallel=parallel)
+    dataset = _read(args, head=loss.head)
+    check_vocabulary(dataset, args, config)
+    lines = _lines(args, dataset.report)
+    batches = Batches(
+        dataset=dataset,
+        packing=packing(args, dp_size=engine.dp_size, hidden_size=config.hidden_size),
+        batch_size=args.global_batch_size,
+        seed=args.seed,
+        shuffle=False,
+    )
+    if reference:
+        reference.load(engine, flag="--ref-load", seed=args.seed)
+        batches.table = ReferenceTable(dataset.hashes, path=None)
+        fill_table(engine, batches, steps=batches.all_steps, after_each=lambda: None)
+    policy.load(engine, flag=flag, seed=args.seed)
+    values = _evaluate(engine, batches)
+    agree((lambda: _write(args.output, lines, loss, values)) if is_main_rank() else None)
+    if is_main_rank():
+        print(table([line.subset for line in lines if not line.dropped], loss, values))
+    shutdown()
+
+
+def _loss(args: argparse.Namespace, *, head: Head) -> Loss:
+    """The loss whose metrics are the scores."""
+    if head == "scalar":
+        for flag, given in (("--ref-load", args.ref_load), ("--dpo-beta", args.dpo_beta)):
+            if given is not None:
+                raise UserError(f"{flag} has no effect: the weights are a reward model's, which is its own measure; drop it")
+        return RewardModel()
+    policy = {"loss_type": "dpo", "dpo_reference_free": args.ref_load is None}
+    settled = argparse.Namespace(**{**vars(args), **policy})
+    settle_loss(settled)
+    return build_loss(settled)
+
+
+def _read(args: argparse.Namespace, *, head: Head) -> PairDataset:
+    options = replace(data_options(args, whole_render=head == "scalar"), drop_duplicates=False)
+    dataset = main_rank_first(
+        lambda: load_pairs(
+            args.prompt_data,
+            tokenizer_dir=args.hf_checkpoint,
+            options=options,
+            cache_dir=args.data_cache_dir,
+            num_workers=args.num_workers,
+            title="score",
+        )
+    )
+    unused = {name: rows for name, rows in dataset.report.unused_columns.items() if name != args.subset_key}
+    dataset.report = replace(dataset.report, unused_columns=unused)
+    if is_main_rank():
+        print(dataset.report.table(), flush=True)
+    return dataset
+
+
+def _lines(args: argparse.Namespace, report: DataReport) -> list[Line]:
+    """Every row of the input, in order. UserError where no row has the subset column asked for."""
+    dropped = {row: code for code, rejections in report.rejected.items() for row in rejections.rows}
+    files = expand_paths(args.prompt_data)
+    lines = []
+    for index, path in enumerate(files):
+        for chunk in read_chunks(path, file=index):
+            for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
+                facts = {"file": str(path), "row": number} if len(files) > 1 else {"row": number}
+                name, subset = (
+                    _value(row, asked, usual) for asked, usual in ((args.pair_id_key, IDS), (args.subset_key, SUBSETS))
+                )
+                facts |= {key: value for key, value in (("id", name), ("subset", subset)) if value is not None}
+                lines.append(Line(facts, "" if subset is None else str(subset), dropped.get((index, number))))
+    if args.subset_key and not any(line.subset for line in lines):
+        raise UserError(f"--subset-key {args.subset_key}: no row has a value there")
+    return lines
+
+
+def _value(row: Any, asked: str | None, usual: tuple[str, ...]) -> Any:
+    """The row's value in the column asked for, else in the first of the usual ones that has one."""
+    if not isinstance(row, dict):
+        return None
+    return next((row[name] for name in ((asked,) if asked else usual) if row.get(name) is not None), None)
+
+
+def _evaluate(engine: Engine, batches: Batches) -> np.ndarray:
+    """The loss's metrics of every pair, [num_pairs, metrics]."""
+    quiet = None if is_main_rank() else True  # None: on a terminal
+    steps = tqdm(batches.epoch(), total=batches.steps_per_epoch, desc="score", unit="batch", disable=quiet)
+    values = np.concatenate([engine.evaluate(batches.batch(indices)) for indices in steps])
+    if not np.isfinite(values).all():
+        raise UserError("a score is not a finite number: the weights are damaged, or overflow in this dtype (--no-bf16)")
+    return values
+
+
+def _write(output: Path, lines: list[Line], loss: Loss, values: np.ndarray) -> None:
+    """One JSON object per line: its facts, and its numbers or why it has none."""
+    names = [name for name in loss.metric_names if name.endswith(("_chosen", "_rejected", "_margin"))]
+    columns = [loss.metric_names.index(name) for name in names]
+    correct = values[:, loss.metric_names.index("strict_accuracy")] == 1
+    numbers = iter(zip(values[:, columns].tolist(), correct.tolist(), strict=True))
+    aside = output.with_name(f".{output.name}.partial")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            for line in lines:
+                found: dict[str, Any] = {"dropped": line.dropped}
+                if not line.dropped:
+                    scores, right = next(numbers)
+                    found = {**dict(zip(names, scores, strict=True)), "correct": right}
+                file.write(json.dumps({**line.facts, **found}, ensure_ascii=False) + "\n")
+        aside.rename(output)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def table(subsets: list[str], loss: Loss, values: np.ndarray) -> str:
+    """Means over the pairs of each subset, and over all of them."""
+    names = [name for name in loss.metric_names if name in ACCURACY_NAMES or name.endswith("_margin")]
+    groups = {name: np.array([subset == name for subset in subsets]) for name in sorted(set(subsets) - {""})}
+    groups["all"] = np.ones(len(values), dtype=bool)
+    width = max(map(len, groups))
+    lines = [f"{'':{width}}{'pairs':>10}" + "".join(f"{name:>20}" for name in names)]
+    for group, members in groups.items():
+        means = pair_means(values[members], loss.metric_names, prefix="")
+        lines.append(f"{group:{width}}{members.sum():>10,}" + "".join(f"{means[name]:>20.4f}" for name in names))
+    return "\n".join(lines)
