@@ -5,13 +5,22 @@ from typing import Any
 
 import numpy as np
 
-from relax.backend.model import HFConfig, model_shape, read_hf_config
+from relax.backend.model import Head, HFConfig, model_shape, read_hf_config
 from relax.batches import Batches
 from relax.data import load_pairs
 from relax.loss_flags import build_loss
+from relax.memory import Recompute, stage_bytes, stage_parameters
 from relax.metrics import ModelShape, Work
 from relax.packing import StepPlan
-from relax.settings import check_model, check_vocabulary, data_options, optimizer_options, packing, total_steps
+from relax.settings import (
+    check_model,
+    check_vocabulary,
+    data_options,
+    optimizer_options,
+    packing,
+    parallel_config,
+    total_steps,
+)
 
 
 def describe(args: argparse.Namespace) -> None:
@@ -35,15 +44,18 @@ def describe(args: argparse.Namespace) -> None:
         check_vocabulary(dataset, args, config)
         print(dataset.report.table())
         sets[title] = Batches(dataset, packs, args.global_batch_size, args.seed, args.shuffle and title == "train")
-    shape = model_shape(config, head=loss.head)
     if train := sets.get("train"):
         steps = total_steps(args, train)
         if steps:
             optimizer_options(args, steps)
         size = f"{args.global_batch_size} pairs, {train.steps_per_epoch} an epoch"
         print(f"\n{steps} steps of {size}, {dp_size} data-parallel ranks")
-        print(_packing_table(train, min(steps, train.steps_per_epoch), shape=shape, lm=loss.head == "lm"))
-    print("\n" + memory_table(args, config, shape, dp_size=dp_size))
+        print(
+            _packing_table(
+                train, min(steps, train.steps_per_epoch), shape=model_shape(config, head=loss.head), lm=loss.head == "lm"
+            )
+        )
+    print("\n" + memory_table(args, config, head=loss.head))
 
 
 def _packing_table(train: Batches, steps: int, *, shape: ModelShape, lm: bool) -> str:
@@ -80,33 +92,29 @@ def _rank_tokens(train: Batches, indices: np.ndarray, plan: StepPlan) -> np.ndar
     return np.array(loads)
 
 
-def memory_table(args: argparse.Namespace, config: HFConfig, shape: ModelShape, *, dp_size: int) -> str:
-    """Estimated GiB of the fullest rank: exact for weights, gradients and optimizer, an upper estimate for activations."""
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    embeddings = config.vocab_size * config.hidden_size
-    outer = embeddings * (1 if config.tie_word_embeddings or shape.head_width == 1 or pipeline > 1 else 2)
-    parameters = (shape.num_layers / pipeline * shape.layer_parameters + outer) / tensor
-    width = 2 if args.bf16 else 4
-    master = 4 if args.bf16 else 0
-    shards = dp_size * args.context_parallel_size if args.use_distributed_optimizer else 1
-    rows = {
-        "parameters": parameters * width,
-        "gradients, fp32": parameters * 4,
-        "master weights and Adam moments, fp32": parameters * (master + 8) / shards,
-        "activations of one micro-batch": _activation_bytes(args, config, shape, width=width),
-    }
-    lines = [f"{'memory of the fullest rank':40}{'GiB':>10}", f"{'(M parameters)':40}{parameters / 1e6:10.1f}"]
-    lines += [f"{name:40}{size / 2**30:10.2f}" for name, size in rows.items()]
-    return "\n".join([*lines, f"{'sum':40}{sum(rows.values()) / 2**30:10.2f}"])
-
-
-def _activation_bytes(args: argparse.Namespace, config: HFConfig, shape: ModelShape, *, width: int) -> float:
-    """What one layer keeps for its backward, per token: norms' inputs and outputs, query, key, value, attention's output, the
-    gated MLP's inner values; with full recompute only each layer's input."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    key_value = shape.attention_width * config.num_key_value_heads // config.num_attention_heads
-    layer = 6 * hidden + 3 * shape.attention_width + 3 * key_value + 4 * inner
-    if args.recompute_granularity == "full":
-        layer = hidden
-    layers = shape.num_layers  # 1F1B keeps as many micro-batches as there are stages after this one: one model's worth
-    return float(layers * layer * width * args.max_tokens_per_gpu / args.tensor_model_parallel_size)
+def memory_table(args: argparse.Namespace, config: HFConfig, *, head: Head) -> str:
+    """Estimated GiB of a rank of the first, of a middle and of the last pipeline stage."""
+    layout, last = parallel_config(args), args.pipeline_model_parallel_size - 1
+    stages = {"first": 0, "middle": last // 2, "last": last} if last > 1 else {"first": 0, "last": 1} if last else {"": 0}
+    columns = {}
+    for name, stage in stages.items():
+        rows = stage_bytes(
+            config,
+            layout,
+            head=head,
+            stage=stage,
+            world_size=args.world_size,
+            bf16=args.bf16,
+            distributed_optimizer=args.use_distributed_optimizer,
+            recompute=Recompute(args.recompute_method, args.recompute_num_layers or 0),
+            max_tokens=args.max_tokens_per_gpu,
+        )
+        millions = stage_parameters(config, layout, head=head, stage=stage).total / 1e6
+        columns[name] = [millions, *(size / 2**30 for size in (*rows.values(), sum(rows.values())))]
+    title = "memory of a rank, GiB" + (f", by its one of {last + 1} pipeline stages" if last else "")
+    names = ["(M parameters)", *rows, "sum"]
+    lines = [f"{title:56}" + "".join(f"{name:>12}" for name in columns)]
+    lines += [
+        f"{name:56}" + "".join(f"{c[i]:12.{1 if i == 0 else 2}f}" for c in columns.values()) for i, name in enumerate(names)
+    ]
+    return "\n".join(lines)
