@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from relax.backend.checkpoint import find_checkpoint, save_checkpoint
 from relax.backend.device import on_device
 from relax.backend.engine import Batch, Engine
 from relax.backend.model import read_hf_config
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig
+from relax.backend.state import training_state
 from relax.backend.weights import hf_tensors, load_hf_weights
 from relax.losses import LOSSES, Loss
 from relax.packing import StepPlan, plan_step
+from relax.weights import resume
 from tests.models import VOCABULARY, TokenPair
 
 CPU = torch.device("cpu")
@@ -122,17 +125,44 @@ def column(engine: Engine, values: np.ndarray, name: str) -> np.ndarray:
     return values[:, engine.loss.metric_names.index(name)]
 
 
-def two_steps(engine: Engine, *, distributed: bool = False) -> tuple[list[Any], list[float], dict[str, list[float]]]:
-    """Two optimizer steps over five pairs of different lengths, against the engine's start as reference where it needs one.
+SIZES = [(9, 5, 8), (4, 11, 3), (12, 2, 6), (7, 7, 1), (3, 4, 9), (6, 3, 5), (8, 6, 2), (2, 9, 4)]
+BATCHES = ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4), (5,), (6, 7))  # pairs of a step: an odd number, fewer than ranks, a last few
+SAVED = 2  # the step after which runs save and resume
 
-    (per-pair values of both steps, gradient norms, weights by Hugging Face name on rank 0), as plain lists.
+
+def train_and_resume(engine: Engine, *, distributed: bool = False, save: Path | None = None, load: Path | None = None) -> Any:
+    """An optimizer step on each of BATCHES and an evaluation, against the engine's start as reference where it needs one.
+
+    save: where to leave a checkpoint after step SAVED; load: where to take it from, in place of the steps before. The result,
+    as plain lists: per-pair values of every step and of the evaluation, gradient norms, weights by name on rank 0.
     """
-    pairs = make_pairs([(9, 5, 8), (4, 11, 3), (12, 2, 6), (7, 7, 1), (3, 4, 9)], below=engine.hf_config.vocab_size)
-    plan = plan_step(lengths_of(pairs), dp_size=engine.dp_size, max_tokens=60, microbatch_multiple=engine.microbatch_multiple)
-    batch = make_batch(pairs, plan=plan)
-    if engine.loss.needs_reference:
-        batch = with_reference(engine, batch)
+    pairs = make_pairs(SIZES, below=engine.hf_config.vocab_size)
+    batches = []
+    for indices in BATCHES:
+        chosen = [pairs[i] for i in indices]
+        plan = plan_step(
+            lengths_of(chosen), dp_size=engine.dp_size, max_tokens=60, microbatch_multiple=engine.microbatch_multiple
+        )
+        batch = make_batch(chosen, plan=plan)
+        batches.append(with_reference(engine, batch) if engine.loss.needs_reference else batch)
     engine.prepare_training(dataclasses.replace(OPTIONS, distributed=distributed, overlap=distributed, clip_grad=1.0))
-    results = [engine.train_step(batch) for _ in range(2)]
-    weights = {name: tensor.flatten().tolist() for name, tensor in parameters(engine).items()}
-    return [r.values.tolist() for r in results], [r.grad_norm for r in results], weights
+    if load:
+        info = find_checkpoint(load, step=None, flag="--load")
+        assert info is not None and info.step == SAVED
+        resume(engine, info, optimizer=True, rng=True, say=_unexpected)
+    results = []
+    for step in range(SAVED if load else 0, len(BATCHES)):
+        results.append(engine.train_step(batches[step]))
+        if save and step + 1 == SAVED:
+            state = training_state(engine, step=SAVED, optimizer=True, rng=True, loading=False)
+            run = {"head": engine.loss.head, "arguments": {"use_distributed_optimizer": distributed}}
+            save_checkpoint(save, step=SAVED, state=state, files={"relax_run.json": run})
+    return {
+        "values": [result.values.tolist() for result in results] + [engine.evaluate(batches[-2]).tolist()],
+        "norms": [result.grad_norm for result in results],
+        "weights": {name: tensor.flatten().tolist() for name, tensor in parameters(engine).items()},
+    }
+
+
+def _unexpected(text: str) -> None:
+    raise AssertionError(text)

@@ -52,6 +52,8 @@ def build_optimizer(chunks: list[DistributedDataParallel], options: OptimizerOpt
         use_gloo_process_groups=False,
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if options.distributed:
+            part.__class__ = PaddedDistributedOptimizer
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group.update(fused=True, foreach=False)  # one pass over memory; megatron builds it without
@@ -102,7 +104,34 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         group.update(values)
 
 
-class TorchAdamDistributedOptimizer(DistributedOptimizer):
+class PaddedDistributedOptimizer(DistributedOptimizer):
+    """megatron's distributed optimizer, whose state is saved from where it lies.
+
+    megatron gathers the state without the padding between its buffer's buckets, then cuts each parameter's out at its place
+    with that padding: with several buckets (tied embeddings over pipeline stages, gradients reduced in overlap) a checkpoint
+    held shifted master weights and moments.
+    """
+
+    def get_parameter_state_dp_zero(self, *args: Any, **options: Any) -> Any:
+        state = super().get_parameter_state_dp_zero(*args, **options)
+        for index, buffer in enumerate(self.buffers if state else []):
+            for tensors in state[index].values():
+                for name, tensor in tensors.items():
+                    if torch.is_tensor(tensor) and tensor.numel() < buffer.numel:
+                        tensors[name] = _with_padding(tensor, buffer)
+        return state
+
+
+def _with_padding(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """What the buckets of `buffer` hold [numel_unpadded], at their places in it [numel]."""
+    padded = tensor.new_zeros(buffer.numel)
+    parts = tensor.split([bucket.numel_unpadded for bucket in buffer.buckets])
+    for bucket, part in zip(buffer.buckets, parts, strict=True):
+        padded[bucket.offset : bucket.offset + part.numel()] = part
+    return padded
+
+
+class TorchAdamDistributedOptimizer(PaddedDistributedOptimizer):
     """megatron's distributed optimizer over torch's AdamW (no Transformer Engine or apex).
 
     torch keeps a `step` tensor per parameter, which megatron's sharded state does not expect: before the first step it

@@ -1,4 +1,5 @@
-"""One rank of test_layouts.py: under each layout of the job in turn, loads, hashes, scores, exports and trains each model.
+"""One rank of test_layouts.py: under each layout of the job in turn, loads, hashes, scores, exports and trains each model,
+and resumes what one process and the layout before it saved.
 
 One start serves all layouts, since imports cost more than the work.
 """
@@ -21,8 +22,9 @@ from relax.backend.model import read_hf_config
 from relax.backend.weights import load_hf_weights, weight_hashes
 from relax.errors import UserError
 from relax.losses import LOSSES
+from relax.memory import stage_parameters
 from relax.packing import plan_step
-from tests.engines import two_steps
+from tests.engines import train_and_resume
 from tests.models import random_pairs
 
 CPU = torch.device("cpu")
@@ -30,6 +32,7 @@ CPU = torch.device("cpu")
 
 def main(directory: Path) -> None:
     job = json.loads((directory / "job.json").read_text())
+    saved = {False: [directory / "one"], True: [directory / "one-distributed"]}  # checkpoints by kind of optimizer
     for name, values in job["layouts"].items():
         distributed = values.pop("distributed", False)
         layout = parallel.ParallelConfig(**values)
@@ -39,20 +42,29 @@ def main(directory: Path) -> None:
         for model, head in job["models"].items():
             path = Path(model)
             results[path.name] = run(path, head, layout, seed=job["seed"], output=output / path.name)
-            results[path.name] |= train(path, head, layout, seed=job["seed"], distributed=distributed)
+            options = {"seed": job["seed"], "distributed": distributed}
+            trained = train(path, head, layout, save=output / "checkpoints" / path.name, **options)
+            results[path.name]["trained"] = trained
+            results[path.name]["resumed"] = [
+                train(path, head, layout, load=place / "checkpoints" / path.name, **options)
+                for place in saved[distributed]
+                if path.name in job["resumed"]
+            ]
+        saved[distributed] = [saved[distributed][0], output]
         results["error"] = refused(Path(job["contradiction"]), layout)
         (output / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
         parallel_state.destroy_model_parallel()
     parallel.shutdown()
 
 
-def train(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, distributed: bool) -> dict[str, list[Any]]:
-    """Two steps over five pairs, which no two ranks can share evenly."""
+def train(
+    model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, distributed: bool, **places: Path
+) -> dict[str, list[Any]]:
+    """Steps and a checkpoint among `places`, see `train_and_resume`."""
     engine = build(model, head, layout)
     with on_device(CPU):
         load_hf_weights(engine.chunks, model, engine.hf_config, seed=seed)
-    values, norms, weights = two_steps(engine, distributed=distributed)
-    return {"values": values, "norms": norms, "weights": weights}
+    return train_and_resume(engine, distributed=distributed, **places)
 
 
 def build(model: Path, head: str, layout: parallel.ParallelConfig) -> Engine:
@@ -70,6 +82,8 @@ def run(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, o
     with on_device(CPU):
         load_hf_weights(engine.chunks, model, config, seed=seed)
         check_padding(engine)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        assert engine.num_parameters == stage_parameters(config, layout, head=engine.loss.head, stage=stage).total
         hashes = weight_hashes(engine.chunks, config)
         export_hf(engine.chunks, config, source=model, output=output)
     pairs = random_pairs(vocab_size=config.vocab_size)
