@@ -1,6 +1,10 @@
-"""Each invariant of the packer's docstring, on random and real-looking lengths."""
+"""Each invariant of the packer's docstring, on random lengths, and its balance on real ones.
 
-import time
+hh_lengths.csv has the tokens of 1,024 pairs of hh-rlhf (harmless-base, test split) under SmolLM2's tokenizer and template.
+`benchmarks/planning.py` measures the planner's time on them.
+"""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +23,10 @@ def random_lengths(num_pairs: int, *, seed: int, longest: int = 600) -> np.ndarr
     return np.random.default_rng(seed).integers(1, longest, size=(num_pairs, 3))
 
 
-def dialogue_lengths(num_pairs: int, *, seed: int) -> np.ndarray:
-    """Log-normal lengths with the mean, spread and cut of tokenized multi-turn dialogues (HH harmless, max 1024)."""
-    rng = np.random.default_rng(seed)
-    means, spreads, longest = (4.55, 3.4, 3.6), (0.85, 0.95, 0.95), (1024, 512, 512)
-    columns = [rng.lognormal(*moments, num_pairs) for moments in zip(means, spreads, strict=True)]
-    return np.stack(columns, axis=1).astype(np.int64).clip(1, longest)
+def real_lengths(num_pairs: int, *, first: int = 0) -> np.ndarray:
+    lengths = np.loadtxt(Path(__file__).with_name("hh_lengths.csv"), dtype=np.int64, delimiter=",", skiprows=1)
+    assert len(lengths) == 1024
+    return lengths[first : first + num_pairs]
 
 
 def tokens_of(microbatch: MicroBatch, lengths: np.ndarray) -> int:
@@ -124,25 +126,27 @@ def test_laid_out_tokens_and_costs_are_exact():
     assert pair_costs(lengths, shared, area_cost=0.5).tolist() == [17 + 141 / 2, 27 + 196 / 2]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("first", [0, 256, 512])
+@pytest.mark.parametrize("max_tokens", [2048, 8192])
 @pytest.mark.parametrize("share_prompt", [True, False])
-def test_ranks_are_balanced_on_real_lengths(seed: int, share_prompt: bool):
-    """64 ranks, 512 pairs: the slowest within 3% of the mean cost."""
-    lengths = dialogue_lengths(512, seed=seed)
-    plan = plan_step(lengths, dp_size=64, max_tokens=8192, share_prompt=share_prompt)
+def test_ranks_are_balanced_on_real_lengths(first: int, max_tokens: int, share_prompt: bool):
+    """64 ranks, 512 pairs: the slowest within 3% of the mean cost, and 99% of the rows that are laid out are tokens."""
+    lengths = real_lengths(512, first=first)
+    plan = plan_step(lengths, dp_size=64, max_tokens=max_tokens, share_prompt=share_prompt)
     shared = shares_prompt(lengths) & share_prompt
     costs = rank_loads(plan, pair_costs(lengths, shared, area_cost=1 / 6144))
     assert costs.max() <= 1.03 * costs.mean()
+    tokens = [tokens_of(microbatch, lengths) for rank in plan.ranks for microbatch in rank]
+    rows = [max(16, -(-count // 16) * 16) for count in tokens]  # tensor 4 with sequence parallelism, context 2: multiples of 16
+    assert sum(tokens) >= 0.99 * sum(rows)
 
 
 @pytest.mark.parametrize("max_tokens", [1024, 2048, 4096, 8192])
 @pytest.mark.parametrize(("dp_size", "num_pairs"), [(1, 32), (8, 64), (64, 512)])
 def test_microbatches_stay_near_the_least_possible(max_tokens: int, dp_size: int, num_pairs: int):
     """At most ceil(largest rank / budget) + 1 while pairs are small beside the budget."""
-    lengths = dialogue_lengths(num_pairs, seed=dp_size)
-    shared = shares_prompt(lengths)
-    sizes = laid_out_tokens(lengths, shared)
-    lengths[sizes > max_tokens / 4] //= 8
+    lengths = real_lengths(num_pairs)
+    lengths[laid_out_tokens(lengths, shares_prompt(lengths)) > max_tokens / 4] //= 8
     sizes = laid_out_tokens(lengths, shares_prompt(lengths))
     plan = plan_step(lengths, dp_size=dp_size, max_tokens=max_tokens)
     assert len(plan.ranks[0]) <= -(-rank_loads(plan, sizes).max() // max_tokens) + 1
@@ -153,18 +157,6 @@ def test_the_plan_is_a_function_of_its_arguments():
     first = plan_step(lengths, dp_size=4, max_tokens=3000)
     assert first == plan_step(lengths.copy(), dp_size=4, max_tokens=3000)
     assert first == plan_step(lengths.astype(np.int32), dp_size=4, max_tokens=3000)
-
-
-@pytest.mark.no_cover  # the tracer would be most of the time
-@pytest.mark.parametrize("dp_size", [1, 64])
-def test_planning_512_pairs_takes_under_two_milliseconds(dp_size: int):
-    lengths = dialogue_lengths(512, seed=1)
-    seconds = []
-    for _ in range(30):
-        start = time.process_time()
-        plan_step(lengths, dp_size=dp_size, max_tokens=8192)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 2e-3
 
 
 @pytest.mark.parametrize(
