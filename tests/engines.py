@@ -45,11 +45,12 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     options: OptimizerOptions | None = OPTIONS,
     seed: int = 0,
+    **overrides: Any,
 ) -> Engine:
     """An engine with the directory's weights, ready to train; needs the `one_process` fixture."""
     config = read_hf_config(directory)
     loss = LOSSES[loss]() if isinstance(loss, str) else loss
-    engine = Engine(config, loss=loss, device=CPU, dtype=dtype, parallel=ParallelConfig())
+    engine = Engine(config, loss=loss, device=CPU, dtype=dtype, parallel=ParallelConfig(), **overrides)
     with on_device(CPU):
         load_hf_weights(engine.chunks, directory, config, seed=seed)
     if options:

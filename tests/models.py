@@ -33,12 +33,12 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 VOCABULARY = 272
 
 
 def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
-    """A config of `family` ("llama", ...): 2 layers, 4 heads of 16 in 2 groups, hidden size 48."""
+    """A config of `family` ("llama", ...): 2 layers, 4 heads of 16 in 2 groups, hidden size 48; 2 of 4 experts of width 24."""
     values: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
@@ -57,6 +57,8 @@ def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
         values["head_dim"] = 16
     if family == "mistral":
         values["sliding_window"] = None
+    if family == "qwen3_moe":
+        values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     return transformers.AutoConfig.for_model(family, **{**values, **overrides})
 
 

@@ -135,6 +135,7 @@ class _Stream:
 @functools.cache
 def _cpu_attributes() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, value on a CPU) of every name that megatron-core reads."""
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as mcore_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -167,11 +168,40 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
             "maybe_move_tensor_to_cpu",
             lambda t, as_numpy=False, record_stream=False: t.numpy() if as_numpy and torch.is_tensor(t) else t,
         ),
+        (mappings, "_gather_along_first_dim", _gather_of_any_size(mappings._gather_along_first_dim)),
+        (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_of_any_size(mappings._reduce_scatter_along_first_dim)),
     ]
     if not cpu_multiplies_bf16():  # attributes, not the mode below: no mode reaches into a Python backward
         for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch, "mm"), (torch.nn.functional, "linear")):
             attributes.append((owner, name, _multiply_widened(getattr(owner, name))))
     return [(owner, name, value) for owner, name, value in attributes if hasattr(owner, name)]
+
+
+def _gather_of_any_size(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """megatron's all-gather along axis 0, where gloo takes pieces of one size only."""
+
+    def gathered(piece: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> torch.Tensor:
+        if sizes is None or len(set(sizes)) == 1:
+            return gather(piece, group, sizes, *rest)
+        padded = piece.new_zeros(max(sizes), *piece.shape[1:])
+        padded[: piece.size(0)] = piece
+        pieces = gather(padded, group).chunk(group.size())
+        return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+
+    return gathered
+
+
+def _reduce_scatter_of_any_size(reduce_scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """megatron's reduce-scatter along axis 0, where gloo gives pieces of one size only."""
+
+    def scattered(whole: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> torch.Tensor:
+        if sizes is None or len(set(sizes)) == 1:
+            return reduce_scatter(whole, group, sizes, *rest)
+        whole = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=group)
+        return whole.split(sizes)[group.rank()]
+
+    return scattered
 
 
 def _multiply_widened(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

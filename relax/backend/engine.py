@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from relax.backend.device import runs_on_device
 from relax.backend.layout import PackedLayout, Pair, build_layout
 from relax.backend.model import HFConfig, PreferenceModel, transformer_config
+from relax.backend.moe import take_balance
 from relax.backend.optimizer import OptimizerOptions, build_optimizer, build_scheduler
 from relax.backend.parallel import ParallelConfig
 from relax.losses import Loss, PairScores
@@ -50,11 +51,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """values [num_pairs, metrics], in the loss's `metric_names`; grad_norm before clipping; the learning rate used."""
+    """values [num_pairs, metrics], in the loss's `metric_names`; grad_norm before clipping; the learning rate used.
+
+    moe_aux_loss: the routers' balancing loss without its coefficient, a mean over layers and pairs; None where it has none.
+    """
 
     values: np.ndarray
     grad_norm: float
     lr: float
+    moe_aux_loss: float | None = None
 
 
 # (positions of the micro-batch's pairs, its scores [num_pairs, 2]) -> (loss to minimise, per-pair values [num_pairs, k])
@@ -149,10 +154,11 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         values = self._run(batch, partial(self._pair_losses, batch), width=len(self.loss.metric_names), train=True)
+        balance = take_balance(self.chunks, num_pairs=len(batch.pairs), device=self.device)
         lr = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(1)
-        return StepResult(values=values, grad_norm=float(grad_norm), lr=float(lr))
+        return StepResult(values=values, grad_norm=float(grad_norm), lr=float(lr), moe_aux_loss=balance)
 
     def _pair_losses(self, batch: Batch, positions: tuple[int, ...], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         def column(table: np.ndarray | None, *at: int) -> torch.Tensor | None:

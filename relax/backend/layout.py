@@ -56,7 +56,8 @@ class PackedLayout(PackedSeqParams):
     """One rank's micro-batch. `qkv_format` stays "sbhd" so that attention keeps [rows, 1, heads, head_dim] and RoPE is per row.
 
     ids, positions [rows]; score_rows [num_targets]: the local rows whose output is scored; targets [num_targets]: the token
-    each predicts (lm head); target_counts [2 * num_pairs]: how many of them belong to each sequence, in order.
+    each predicts (lm head); target_counts [2 * num_pairs]: how many of them belong to each sequence, in order; real [rows]:
+    a pair's token, not padding.
     """
 
     ids: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -64,6 +65,7 @@ class PackedLayout(PackedSeqParams):
     score_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     targets: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     target_counts: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    real: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     blocks: tuple[Block, ...] = ()
     gathered_order: torch.Tensor | None = None  # context parallel: where each whole-pack row lies among the gathered rows
     masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -128,10 +130,11 @@ def build_layout(
         for completion in (pair.chosen, pair.rejected):
             _add_completion(pack, pair.prompt, completion, prompt_row=first if share else None, head=head)
     step = multiple * (2 * cp_size if cp_size > 1 else 1)
+    real = pack.rows
     padding = -pack.rows % step if pack.rows else max(step, 1)
     if padding:
         pack.add(np.zeros(padding, dtype=np.int64))
-    return _shard(pack, device=device, rank=cp_rank, size=cp_size)
+    return _shard(pack, real=real, device=device, rank=cp_rank, size=cp_size)
 
 
 def _add_completion(pack: _Pack, prompt: np.ndarray, completion: np.ndarray, *, prompt_row: int | None, head: str) -> None:
@@ -148,7 +151,7 @@ def _add_completion(pack: _Pack, prompt: np.ndarray, completion: np.ndarray, *, 
         pack.score(np.concatenate(([before], np.arange(first, first + length - 1))), completion)
 
 
-def _shard(pack: _Pack, *, device: torch.device, rank: int, size: int) -> PackedLayout:
+def _shard(pack: _Pack, *, real: int, device: torch.device, rank: int, size: int) -> PackedLayout:
     chunk = pack.rows // (2 * size) if size > 1 else pack.rows
     owned = [_owned(r, size=size, chunk=chunk) for r in range(size)]
     blocks, base = [], 0
@@ -181,6 +184,7 @@ def _shard(pack: _Pack, *, device: torch.device, rank: int, size: int) -> Packed
         score_rows=joined([r[k] for r, k in zip(score_rows, kept, strict=True)]),
         targets=joined([t[k] for t, k in zip(pack.targets, kept, strict=True)]),
         target_counts=tensor(np.array([k.sum() for k in kept])),
+        real=tensor(rows < real).bool(),
         gathered_order=tensor(np.argsort(gathered)) if size > 1 else None,
     )
 

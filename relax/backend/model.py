@@ -4,8 +4,8 @@ The model ends in one of two heads. `lm`: per sequence, the sum of its completio
 reward head's output at the sequence's last token. Either way only the scored rows leave the last layer, and `forward` on
 the last pipeline stage returns scores [2 * num_pairs] in fp32 (fp64 for an fp64 model).
 
-Families: Llama 3 / SmolLM2, Mistral, Qwen2 / Qwen2.5, Qwen3. A config that asks for anything this model does not compute
-exactly is refused.
+Families: Llama 3 / SmolLM2, Mistral, Qwen2 / Qwen2.5, Qwen3, Qwen3 MoE. A config that asks for anything this model does not
+compute exactly is refused.
 """
 
 from pathlib import Path
@@ -29,6 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from relax.backend.attention import PackedAttention
 from relax.backend.layout import PackedLayout
 from relax.backend.logprobs import target_logprobs
+from relax.backend.moe import follow_layout, moe_options, use_own_experts
 from relax.backend.norm import RMSNorm
 from relax.errors import UserError
 from relax.metrics import ModelShape
@@ -41,6 +42,7 @@ FAMILIES = {  # model_type -> (query-key norm, bias on query, key and value)
     "mistral": (False, False),
     "qwen2": (False, True),
     "qwen3": (True, False),
+    "qwen3_moe": (True, False),
 }
 
 
@@ -73,6 +75,12 @@ def _refuse_unsupported(config: HFConfig, *, where: str) -> None:
         f"rope_type {rope['rope_type']!r} (only default, linear, llama3)": rope["rope_type"]
         not in ("default", "linear", "llama3"),
     }
+    if config.model_type == "qwen3_moe":
+        rules |= {
+            f"decoder_sparse_step {config.decoder_sparse_step} (only 1)": config.decoder_sparse_step != 1,
+            f"mlp_only_layers {config.mlp_only_layers} (only none)": bool(config.mlp_only_layers),
+            "num_experts_per_tok 1 with norm_topk_prob": config.num_experts_per_tok == 1 and config.norm_topk_prob,
+        }
     for what, present in rules.items():
         if present:
             raise UserError(f"{where}: {what} is not supported")
@@ -141,7 +149,7 @@ def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    return TransformerConfig(**{**values, **overrides})
+    return TransformerConfig(**{**values, **moe_options(config), **overrides})
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
@@ -169,6 +177,8 @@ class PreferenceModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.inverse_frequencies = inverse_frequencies(hf_config)  # not a buffer: it stays fp32 in a bf16 model
+        if config.num_moe_experts:
+            follow_layout(self.decoder.layers)
 
     def setup_embeddings_and_output_layer(self) -> None:
         if self.head == "lm":
@@ -227,7 +237,10 @@ class PreferenceModel(GPTModel):
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    experts = config.num_moe_experts
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    if experts:
+        use_own_experts(layer)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
@@ -242,9 +255,13 @@ def model_shape(config: HFConfig, *, head: Head) -> ModelShape:
     width = config.num_attention_heads * head_dim(config)
     key_value = config.num_key_value_heads * head_dim(config)
     hidden = config.hidden_size
+    if experts := getattr(config, "num_experts", None):  # a token meets the router and the experts that it chose
+        inner = hidden * experts + 3 * hidden * config.moe_intermediate_size * config.num_experts_per_tok
+    else:
+        inner = 3 * hidden * config.intermediate_size
     return ModelShape(
         num_layers=config.num_hidden_layers,
-        layer_parameters=hidden * (2 * width + 2 * key_value) + 3 * hidden * config.intermediate_size,
+        layer_parameters=hidden * (2 * width + 2 * key_value) + inner,
         attention_width=width,
         hidden_size=hidden,
         head_width=config.vocab_size if head == "lm" else 1,
