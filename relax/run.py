@@ -52,6 +52,7 @@ class Run(RunSetup):
             **pair_means(result.values, self.loss.metric_names, prefix=f"train/{self.args.loss_type}/"),
             "train/lr": result.lr,
             "train/grad_norm": result.grad_norm,
+            **({} if result.moe_aux_loss is None else {"train/moe_aux_loss": result.moe_aux_loss}),
             **throughput(
                 self.train_set.work(indices, batch.plan, scores_tokens=self.loss.head == "lm"),
                 self.shape,

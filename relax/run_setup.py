@@ -34,6 +34,7 @@ from relax.settings import (
     packing,
     parallel_config,
     recompute_options,
+    router_options,
     total_steps,
 )
 from relax.stopping import StopSignal
@@ -87,6 +88,7 @@ class RunSetup:
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
             parallel=parallel,
             **recompute_options(args),
+            **router_options(args),
         )
         self.packing = packing(args, dp_size=self.engine.dp_size, hidden_size=self.hf_config.hidden_size)
         self.train_set = self._read(args.prompt_data, title="train") if args.prompt_data else None

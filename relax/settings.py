@@ -84,6 +84,10 @@ def recompute_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def router_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"moe_aux_loss_coeff": args.moe_aux_loss_coeff} if args.moe_aux_loss_coeff else {}
+
+
 def total_steps(args: argparse.Namespace, train_set: Batches | None) -> int:
     """Optimizer steps of the whole run; 0 without training."""
     if train_set is None or args.skip_train:

@@ -151,7 +151,16 @@ def check_data(info: CheckpointInfo, *, fingerprint: str) -> None:
 
 
 CONTINUED = {"global_batch_size": "--global-batch-size", "seed": "--seed", "shuffle": "--no-shuffle", "bf16": "--bf16"}
-TOLD = ("max_tokens_per_gpu", "share_prompt", "clip_grad", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+TOLD = (
+    "max_tokens_per_gpu",
+    "share_prompt",
+    "clip_grad",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "moe_aux_loss_coeff",
+)
 
 
 def changed_flags(info: CheckpointInfo, flags: dict[str, Any], *, loss_type: str) -> list[str]:
