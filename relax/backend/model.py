@@ -29,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from relax.backend.attention import PackedAttention
 from relax.backend.layout import PackedLayout
 from relax.backend.logprobs import target_logprobs
-from relax.backend.moe import follow_layout, moe_options, use_own_experts
+from relax.backend.moe import adopt_layers, moe_options, use_own_experts
 from relax.backend.norm import RMSNorm
 from relax.errors import UserError
 from relax.metrics import ModelShape
@@ -178,7 +178,7 @@ class PreferenceModel(GPTModel):
         )
         self.inverse_frequencies = inverse_frequencies(hf_config)  # not a buffer: it stays fp32 in a bf16 model
         if config.num_moe_experts:
-            follow_layout(self.decoder.layers)
+            adopt_layers(self.decoder.layers)
 
     def setup_embeddings_and_output_layer(self) -> None:
         if self.head == "lm":

@@ -1,8 +1,9 @@
 """Mixture of experts: which experts a token takes, the experts themselves, and the loss that balances them.
 
-megatron-core's MoE layer sends tokens to the ranks that hold their experts and back. Its router and its experts are replaced:
-the router computes what transformers does (softmax in fp32 over all experts, then the best), and the experts of a rank are
-two weights, `[experts, ...]` each, so that a grouped matrix product takes them all at once where torch has one for the device.
+megatron-core's MoE layer sends tokens to the ranks that hold their experts and back. Three of its parts are replaced: the
+router computes what transformers does (softmax in fp32 over all experts, then the best); the experts of a rank are two weights,
+`[experts, ...]` each, so that a grouped matrix product takes them all at once where torch has one for the device; and the
+dispatcher adds a token's outputs in one order, where megatron's scatter adds in any on a GPU and no two passes would agree.
 
 The balancing loss of a micro-batch and layer is E sum_i f_i P_i (Fedus 2021, eq. 4): f_i the share of assignments that went to
 expert i, P_i its mean probability, over the real tokens, padding aside; 1 where all is even. The step minimises
@@ -25,6 +26,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -58,7 +60,7 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.layout: PackedLayout | None = None  # of the micro-batch at hand, see `follow_layout`
+        self.layout: PackedLayout | None = None  # of the micro-batch at hand, see `adopt_layers`
         self.balance: torch.Tensor | float = 0.0  # this rank's part of the loss times pairs, summed over micro-batches
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,13 +95,37 @@ class Router(TopKRouter):
         return attached
 
 
-def follow_layout(layers: Any) -> None:
-    """Let each layer's router know the layout of the micro-batch that passes, also when it passes again in recompute."""
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron-core's, by permutations and a sum over each token's experts instead of its scatters."""
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states [rows, 1, hidden_size] -> a row for each assignment and its weight, sorted by expert, then token."""
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        counts = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        order = routing_map.nonzero()[:, 1].argsort(stable=True)
+        self.back = order.argsort()
+        tokens = hidden_states.expand(-1, self.config.moe_router_topk, -1).flatten(0, 1)
+        return tokens.index_select(0, order), probs.masked_select(routing_map).index_select(0, order)
+
+    def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows that came back -> their sums by token."""
+        return rows.index_select(0, self.back).unflatten(0, (-1, self.config.moe_router_topk)).sum(1).view(self.hidden_shape)
+
+
+def adopt_layers(layers: Any) -> None:
+    """Give layers the dispatcher of this file, and each router the layout of the micro-batch that passes.
+
+    Layers are told as they run, so also when they run again in recompute.
+    """
 
     def tell(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer.mlp.router.layout = kwargs["packed_seq_params"]
 
     for layer in layers:
+        layer.mlp.token_dispatcher.__class__ = Dispatcher
         layer.register_forward_pre_hook(tell, with_kwargs=True)
 
 

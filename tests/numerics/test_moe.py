@@ -166,7 +166,7 @@ def plain_step(loss: str, plan: StepPlan, coefficient: float) -> tuple[list[floa
             parts = {"gate_proj": grad[:24], "up_proj": grad[24:]} if "gate_up" in name else {"down_proj": grad}
             base = name.rsplit(".", 1)[0]
             grads |= {f"{base}.{expert}.{part}.weight": value for part, value in parts.items()}
-    return [float(losses[i]) for i in range(len(pairs))], float(balance), grads
+    return [float(losses[i].detach()) for i in range(len(pairs))], float(balance.detach()), grads
 
 
 def sequence_score(stock: Any, pair: TokenPair, side: str, loss: str, logits: list[Any]) -> torch.Tensor:
