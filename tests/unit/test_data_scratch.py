@@ -1,0 +1,59 @@
+"""Directories for what is not complete yet: gone at the end, gone after a kill, and never while their writer lives."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax.data.scratch import scratch_directory
+from relax.data.seen import SeenRows
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from relax.data.scratch import scratch_directory
+with scratch_directory(Path(sys.argv[1])) as directory:
+    (directory / "tokens").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_scratch_directory_is_removed_whatever_happens(tmp_path: Path, error: type[BaseException]):
+    with pytest.raises(error), scratch_directory(tmp_path / "new" / "entry") as directory:
+        assert directory.parent == tmp_path / "new" and directory.name.startswith(".entry.")
+        (directory / "file").write_text("x")
+        raise error
+    assert names(tmp_path / "new") == []
+
+
+def test_what_was_renamed_stays(tmp_path: Path):
+    with scratch_directory(tmp_path / "entry") as directory:
+        directory.rename(tmp_path / "entry")
+    assert names(tmp_path) == ["entry"]
+
+
+def test_a_killed_writers_directory_is_removed_by_the_next_one(tmp_path: Path):
+    (tmp_path / ".git").mkdir()
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a")], check=False)
+    assert done.returncode == -9 and len(names(tmp_path)) == 2
+    with scratch_directory(tmp_path / "b") as directory:
+        assert sorted(names(tmp_path)) == sorted([directory.name, ".git"])
+
+
+def test_a_living_writers_directory_stays(tmp_path: Path):
+    with scratch_directory(tmp_path / "a") as first, scratch_directory(tmp_path / "a") as second:
+        assert sorted(tmp_path.iterdir()) == sorted([first, second])
+
+
+def test_seen_rows_keep_the_first_row_of_every_key():
+    seen = SeenRows()
+    assert seen.first([b"a", b"1"], 7) is None
+    assert seen.first([b"b", b"1"], 8) == 7  # b is not remembered: its row was refused
+    assert seen.first([b"b"], 9) is None
+    assert (seen.first([b"a"], 10), seen.first([b"b", b"x"], 11)) == (7, 9)
