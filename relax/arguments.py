@@ -144,7 +144,8 @@ def _add_data(group: Group) -> None:
         nargs="+",
         metavar="PATH",
         default=[],
-        help="training pairs: JSONL, JSON, Parquet, Arrow or CSV files, directories of them, or saved datasets",
+        help="training pairs: JSONL, JSON, Parquet, Arrow or CSV files, directories of them, saved datasets, or tokenized "
+        "prefixes (relax.preprocess)",
     )
     group.other(
         "--eval-prompt-data",

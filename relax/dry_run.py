@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from relax.backend import indexed
 from relax.backend.model import Head, HFConfig, model_shape, read_hf_config
 from relax.batches import Batches
 from relax.data import load_pairs
@@ -40,6 +41,7 @@ def describe(args: argparse.Namespace) -> None:
             cache_dir=args.data_cache_dir,
             num_workers=args.num_workers,
             title=title,
+            indexed=indexed,
         )
         check_vocabulary(dataset, args, config)
         print(dataset.report.table())

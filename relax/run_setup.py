@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from relax.backend import indexed
 from relax.backend.checkpoint import CheckpointStore, find_checkpoint
 from relax.backend.device import is_main_rank, peak_tflops, select_device
 from relax.backend.engine import Engine
@@ -123,6 +124,7 @@ class RunSetup:
                 cache_dir=args.data_cache_dir,
                 num_workers=args.num_workers,
                 title=title,
+                indexed=indexed,
             )
         )
         check_vocabulary(dataset, args, self.hf_config)

@@ -111,9 +111,9 @@ def check_model(args: argparse.Namespace, config: HFConfig) -> None:
 
 
 def check_vocabulary(dataset: PairDataset, args: argparse.Namespace, config: HFConfig) -> None:
-    """The tokenizer's ids must be rows of the model's embedding."""
+    """Token ids must be rows of the model's embedding."""
     if dataset.max_token_id >= config.vocab_size:
         raise UserError(
-            f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer gave token id {dataset.max_token_id}, but the model has a "
-            f"vocabulary of {config.vocab_size}; tokenizer and model do not belong together"
+            f"--hf-checkpoint {args.hf_checkpoint}: the data hold token id {dataset.max_token_id}, but the model has a "
+            f"vocabulary of {config.vocab_size}; tokenizer, or tokenized data, and model do not belong together"
         )

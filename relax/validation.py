@@ -6,6 +6,7 @@ and so is one that would destroy something (an export over its source, a fine-tu
 """
 
 import argparse
+import glob
 import json
 import os
 from pathlib import Path
@@ -179,8 +180,10 @@ def _is_megatron(path: Path) -> bool:
 
 
 def _check_data(flag: str, path: str) -> None:
-    _require(Path(path).exists(), f"{flag} {path} does not exist")
-    _require(os.access(path, os.R_OK), f"{flag} {path} is not readable")
+    tokenized = [str(file) for file in Path(path).parent.glob(f"{glob.escape(Path(path).name)}_packed_*")]
+    _require(Path(path).exists() or tokenized, f"{flag} {path} does not exist")
+    readable = all(os.access(file, os.R_OK) for file in tokenized or [path])
+    _require(readable, f"{flag} {path} is not readable")
 
 
 def _check_writable(flag: str, path: Path) -> None:

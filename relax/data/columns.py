@@ -1,6 +1,7 @@
 """Which column of a file plays which part.
 
-A name comes from, in this order: an explicit key flag, `--conversation-key-map`, our own name, a usual synonym.
+A name comes from, in this order: an explicit key flag, `--conversation-key-map`, our own name, a usual synonym; in
+preprocessing from `map_keys` alone where that names the part.
 Invariant: one column plays one part, and a part asked for by flag that the file lacks is an error listing what it has.
 """
 
@@ -25,6 +26,9 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "margin": (),
     "chat_template_kwargs": (),
 }
+# An instruction has one answer.
+INSTRUCTION_SYNONYMS = {part: names for part, names in SYNONYMS.items() if part not in ("chosen", "rejected")}
+INSTRUCTION_SYNONYMS["response"] = ("output",)
 OPTIONAL_PARTS = ("chosen", "rejected", "tools", "margin", "chat_template_kwargs")
 MESSAGE_FIELDS = ("role", "content")
 ROLES = ("system", "user", "assistant", "tool")
@@ -65,8 +69,10 @@ def resolve_columns(available: Collection[str], *, options: DataOptions, path: s
         "rejected": ("--rejected-key", options.rejected_key),
         "tools": ("--tool-key", options.tool_key),
     }
-    names: dict[str, str] = {}
-    for part, synonyms in SYNONYMS.items():
+    names = _mapped_parts(available, map_keys=options.map_keys or {}, path=path)
+    for part, synonyms in (INSTRUCTION_SYNONYMS if options.single_answer else SYNONYMS).items():
+        if part in (options.map_keys or {}):
+            continue
         flag, asked = flags.get(part, ("", None))
         if asked and asked != part and asked not in available:
             raise _missing_column(path, flag=flag, name=asked, available=available)
@@ -82,6 +88,14 @@ def resolve_columns(available: Collection[str], *, options: DataOptions, path: s
         roles=SHAREGPT_ROLES | {k: v for k, v in options.key_map.items() if v in ROLES},
         pair_id=options.pair_id_key,
     )
+
+
+def _mapped_parts(available: Collection[str], *, map_keys: Mapping[str, str], path: str) -> dict[str, str]:
+    """The parts that `map_keys` gives a column. Raises `UserError` for a column that is not there."""
+    for part, name in map_keys.items():
+        if name and name not in available:
+            raise _missing_column(path, flag=f"map_keys: {part}", name=name, available=available)
+    return {part: name for part, name in map_keys.items() if name}
 
 
 def _columns_by_part(key_map: Mapping[str, str], *, path: str) -> dict[str, list[str]]:

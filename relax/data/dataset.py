@@ -12,16 +12,16 @@ import hashlib
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import numpy as np
 
 from relax.data.report import DataReport
+from relax.data.scratch import scratch_directory
 from relax.errors import UserError
 
 FORMAT_VERSION = 1
@@ -35,6 +35,45 @@ class TokenizedPair:
     chosen: np.ndarray
     rejected: np.ndarray
     margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairBlock:
+    """Some tokenized pairs in order.
+
+    tokens: int32 [sum of lengths], each pair as prompt, chosen, rejected; lengths: int32 [pairs, 3]; trained: int32
+    [pairs, 2], how many tokens of each answer are trained on; hashes: uint8 [pairs, 16]; margins: float32 [pairs], NaN
+    where none.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    trained: np.ndarray
+    hashes: np.ndarray
+    margins: np.ndarray
+
+    def select(self, keep: np.ndarray) -> "PairBlock":
+        """The pairs where keep, bool [pairs], is True."""
+        if keep.all():
+            return self
+        return PairBlock(
+            tokens=self.tokens[np.repeat(keep, self.lengths.sum(axis=1))],
+            lengths=self.lengths[keep],
+            trained=self.trained[keep],
+            hashes=self.hashes[keep],
+            margins=self.margins[keep],
+        )
+
+
+class PairWriter(Protocol):
+    """Where tokenized pairs go."""
+
+    def add(self, pairs: PairBlock) -> None:
+        """Append some pairs."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[num_pairs, 3] of the pairs so far."""
 
 
 class PairDataset:
@@ -86,15 +125,16 @@ class EntryWriter:
 
     def __init__(self, target: Path) -> None:
         self._target = target
-        self._directory = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        self._scratch = scratch_directory(target)
         self._lengths: list[np.ndarray] = []
         self._hashes: list[np.ndarray] = []
         self._margins: list[np.ndarray] = []
         self._max_token_id = -1
+        self._directory: Path
         self._tokens: BinaryIO
 
     def __enter__(self) -> Self:
-        self._directory.mkdir(parents=True)
+        self._directory = self._scratch.__enter__()
         self._tokens = (self._directory / "tokens.bin").open("wb")
         return self
 
@@ -102,15 +142,15 @@ class EntryWriter:
         try:
             self._tokens.close()
         finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._scratch.__exit__(kind, error, traceback)
 
-    def add(self, tokens: np.ndarray, *, lengths: np.ndarray, hashes: np.ndarray, margins: np.ndarray) -> None:
-        """Append n pairs: tokens int32 [sum of lengths], lengths [n, 3], hashes uint8 [n, 16], margins float32 [n]."""
-        self._tokens.write(np.ascontiguousarray(tokens, "<i4").data)
-        self._max_token_id = max(self._max_token_id, int(tokens.max(initial=-1)))
-        self._lengths.append(lengths)
-        self._hashes.append(hashes)
-        self._margins.append(margins)
+    def add(self, pairs: PairBlock) -> None:
+        """Append some pairs."""
+        self._tokens.write(np.ascontiguousarray(pairs.tokens, "<i4").data)
+        self._max_token_id = max(self._max_token_id, int(pairs.tokens.max(initial=-1)))
+        self._lengths.append(pairs.lengths.astype(np.int64))
+        self._hashes.append(pairs.hashes)
+        self._margins.append(pairs.margins)
 
     @property
     def lengths(self) -> np.ndarray:

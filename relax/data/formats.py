@@ -6,6 +6,7 @@
 | explicit_prompt | `prompt` (string or messages) + one answer each (string, message, or one-message list) |
 | alpaca | `prompt` and/or `query` strings, `system`, `history` [[question, answer], ...] + one answer each |
 | sharegpt | `conversations` with from/value + one answer each |
+| alpaca_instruction | as alpaca with one answer, `response`, which stands for both; read only where it is asked for |
 | dialogue | `\\n\\nHuman: ...\\n\\nAssistant: ...` strings, whole or behind a `prompt` |
 
 Invariant: a row of another format than its file's is refused as `schema`, never read some other way.
@@ -17,7 +18,7 @@ from typing import Any
 
 from relax.data.columns import Columns
 from relax.data.messages import answer_message, read_messages
-from relax.data.options import DataOptions
+from relax.data.options import INSTRUCTION, DataOptions
 from relax.data.rows import (
     Message,
     PlainText,
@@ -25,6 +26,7 @@ from relax.data.rows import (
     Row,
     RowRejected,
     describe,
+    is_empty_answer,
     parse_json_column,
     parse_margin,
 )
@@ -37,12 +39,29 @@ _DIALOGUE_ROLES = {"Human": "user", "Assistant": "assistant"}
 Parts = tuple[list[Message], Message, Message, PlainText | None]
 
 
-def detect_format(rows: Sequence[Any], *, columns: Columns, path: str) -> str:
-    """The format of the first row that has one. Raises `UserError` listing the columns when no row does."""
+def choose_format(rows: Sequence[Any], *, columns: Columns, path: str, allowed: Sequence[str]) -> str:
+    """The format of a file: the only one allowed, else the first row's that has one, which must be among `allowed` if any is.
+
+    Raises `UserError` listing the columns when no row has a format, or the columns of the only one are not there.
+    """
+    found = sorted({key for row in rows if isinstance(row, dict) for key in row})
+    if len(allowed) == 1:
+        for parts in REQUIRED_PARTS[allowed[0]]:
+            if not any(part in columns.names for part in parts):
+                raise UserError(f"{path}: no column for {' or '.join(parts)} (map_keys). The file has: {', '.join(found)}.")
+        return allowed[0]
+    name = _detect_format(rows, columns=columns, found=found, path=path)
+    if allowed and name not in allowed:
+        raise UserError(
+            f"{path}: its rows are {name}, and this handler_name reads {', '.join(allowed)}: choose another handler."
+        )
+    return name
+
+
+def _detect_format(rows: Sequence[Any], *, columns: Columns, found: Sequence[str], path: str) -> str:
     for row in rows:
         if isinstance(row, dict) and (name := _format_of(row, columns)):
             return name
-    found = sorted({key for row in rows if isinstance(row, dict) for key in row})
     raise UserError(
         f"{path}: no row holds a preference pair. Columns found: {', '.join(found) or 'none'}; needed: chosen and "
         "rejected (with a prompt, unless they are whole conversations). Name the columns with --chosen-key, "
@@ -78,7 +97,7 @@ def read_pair(row: Any, *, name: str, columns: Columns, options: DataOptions) ->
     """Read one row as the file's format. Raises `RowRejected`."""
     if not isinstance(row, dict):
         raise RowRejected("schema", f"the row is {'null' if row is None else describe(row)}, not an object")
-    for side in ("chosen", "rejected"):
+    for side in ("response",) if name == INSTRUCTION else ("chosen", "rejected"):
         if columns.get(row, side) is None:
             raise RowRejected("schema", f"{side} is missing")
     history, chosen, rejected, text = READERS[name](row, columns)
@@ -131,6 +150,22 @@ def _explicit_prompt(row: Row, columns: Columns) -> Parts:
 
 
 def _alpaca(row: Row, columns: Columns) -> Parts:
+    history, prompt = _alpaca_question(row, columns)
+    return *_with_answers(row, columns, history), _plain_text(row, columns, prompt) if len(history) == 1 else None
+
+
+def _alpaca_instruction(row: Row, columns: Columns) -> Parts:
+    history, prompt = _alpaca_question(row, columns)
+    response = columns.get(row, "response")
+    answer = answer_message(response, what="response", columns=columns)
+    if is_empty_answer(answer):
+        raise RowRejected("empty_completion", "response is empty")
+    plain = len(history) == 1 and isinstance(response, str)
+    return history, answer, answer, PlainText(prompt=prompt, chosen=response, rejected=response) if plain else None
+
+
+def _alpaca_question(row: Row, columns: Columns) -> tuple[list[Message], str]:
+    """(everything before the answer, the last question): system, history, and prompt and query joined by a newline."""
     history: list[Message] = []
     for turn in parse_json_column(columns.get(row, "history"), column="history", kind=list) or []:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
@@ -140,9 +175,7 @@ def _alpaca(row: Row, columns: Columns) -> Parts:
     if not all(part is None or isinstance(part, str) for part in parts) or not any(parts):
         raise RowRejected("schema", "prompt and query are not strings, or both are empty")
     prompt = "\n".join(part for part in parts if part)
-    only_prompt = not history and not columns.get(row, "system")
-    history = _with_system(row, columns, [*history, {"role": "user", "content": prompt}])
-    return *_with_answers(row, columns, history), _plain_text(row, columns, prompt) if only_prompt else None
+    return _with_system(row, columns, [*history, {"role": "user", "content": prompt}]), prompt
 
 
 def _sharegpt(row: Row, columns: Columns) -> Parts:
@@ -168,6 +201,7 @@ READERS: dict[str, Callable[[Row, Columns], Parts]] = {
     "implicit_prompt": _implicit_prompt,
     "explicit_prompt": _explicit_prompt,
     "alpaca": _alpaca,
+    INSTRUCTION: _alpaca_instruction,
     "sharegpt": _sharegpt,
     "dialogue": _dialogue,
 }
@@ -177,8 +211,16 @@ FORMAT_PARTS: dict[str, tuple[str, ...]] = {
     "implicit_prompt": (),
     "explicit_prompt": ("prompt", "system"),
     "alpaca": ("prompt", "query", "system", "history"),
+    INSTRUCTION: ("prompt", "query", "system", "history", "response"),
     "sharegpt": ("conversations", "system"),
     "dialogue": ("prompt",),
+}
+
+# Where one format alone is allowed: of each line, one part needs a column.
+REQUIRED_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "alpaca": (("prompt", "query"), ("chosen",), ("rejected",)),
+    INSTRUCTION: (("prompt", "query"), ("response",)),
+    "sharegpt": (("conversations",), ("chosen",), ("rejected",)),
 }
 
 

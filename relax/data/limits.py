@@ -5,6 +5,8 @@
 3. A pair whose full size 2P + C + R exceeds `max_tokens` follows the oversize strategy. The full size counts the prompt
    twice even where packing shares it, so that sharing never changes the data.
 
+For a tokenized file nothing is cut: a pair with a side longer than `max_length` is refused as `oversize`.
+
 Invariants: prompt, chosen and rejected each keep at least one token, or the pair is refused; both sides keep the
 identical prompt; two answers that end up with the same ids are refused as `post_truncation_identical`.
 """
@@ -30,27 +32,31 @@ class Mark(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class LimitedPair:
-    """A pair that satisfies the limits, ids int32, and its marks."""
+    """A pair that satisfies the limits, ids int32; how many tokens of each answer are trained on; and its marks."""
 
     prompt: np.ndarray
     chosen: np.ndarray
     rejected: np.ndarray
+    trained: tuple[int, int]
     marks: Mark
 
 
 def apply_limits(pair: PairIds, *, options: DataOptions) -> LimitedPair:
     """Cut the pair to the limits. Raises `RowRejected` (`oversize`, `post_truncation_identical`)."""
+    read = _answer_lengths(pair, options=options)
     prompt = len(pair.prompt)
-    chosen, rejected = (min(len(ids), options.max_completion_length) for ids in (pair.chosen, pair.rejected))
+    if options.to_file and prompt + max(read) > options.max_length:
+        raise RowRejected("oversize", f"a side has {prompt + max(read)} tokens, more than {options.max_length}")
+    chosen, rejected = (min(length, options.max_completion_length) for length in read)
     prompt = min(prompt, options.max_length - max(chosen, rejected))
     oversize = 2 * prompt + chosen + rejected > options.max_tokens
     if oversize:
         prompt, chosen, rejected = _fit_budget(prompt, chosen, rejected, options=options)
     chosen_ids, rejected_ids = pair.chosen[:chosen], pair.rejected[:rejected]
-    if np.array_equal(chosen_ids, rejected_ids):
+    if np.array_equal(chosen_ids, rejected_ids) and not options.single_answer:
         raise RowRejected("post_truncation_identical", f"both answers are the same {chosen} tokens")
     marks = Mark(0)
-    if chosen < len(pair.chosen) or rejected < len(pair.rejected):
+    if (chosen, rejected) != read:
         marks |= Mark.TRUNCATED
     if prompt < len(pair.prompt):
         marks |= Mark.PROMPT_TRUNCATED
@@ -58,7 +64,15 @@ def apply_limits(pair: PairIds, *, options: DataOptions) -> LimitedPair:
         marks |= Mark.OVERSIZE
     if pair.shrunk:
         marks |= Mark.PROMPT_SHRUNK
-    return LimitedPair(pair.prompt[len(pair.prompt) - prompt :], chosen_ids, rejected_ids, marks)
+    trained = min(chosen, pair.trained[0]), min(rejected, pair.trained[1])
+    return LimitedPair(pair.prompt[len(pair.prompt) - prompt :], chosen_ids, rejected_ids, trained, marks)
+
+
+def _answer_lengths(pair: PairIds, *, options: DataOptions) -> tuple[int, int]:
+    """How much of (chosen, rejected) this reading of the pair takes, before any limit."""
+    if options.to_file:
+        return len(pair.chosen), len(pair.rejected)
+    return pair.rendered if options.whole_render else pair.trained
 
 
 def _fit_budget(prompt: int, chosen: int, rejected: int, *, options: DataOptions) -> tuple[int, int, int]:

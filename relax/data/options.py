@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from relax.errors import UserError
 
+INSTRUCTION = "alpaca_instruction"  # the one row format with a single answer
 OversizeStrategy = Literal["keep", "skip", "truncate_left", "truncate_right"]
 
 # Arguments of apply_chat_template that the pipeline itself sets; a template must not receive them from outside.
@@ -31,6 +32,10 @@ class DataOptions:
     render (reward model, which also reads margins); without it a completion stops at its end-of-turn token (DPO).
     `conversation_key_map` maps names found in the file (columns, message fields, roles) to ours. Training drops a pair
     that came before; whoever asks for scores of rows keeps every row (`drop_duplicates=False`).
+
+    Preprocessing sets the last three. `to_file`: an answer keeps both readings (see `render.PairIds`), and a pair with a
+    side longer than `max_length` is dropped rather than cut. `row_formats`: the formats that rows may have (none: any).
+    `map_keys`: the column that plays a part, "" where none shall.
     """
 
     max_length: int = 1024
@@ -48,6 +53,9 @@ class DataOptions:
     chat_template_kwargs: dict[str, Any] | None = field(default_factory=dict)
     strict: bool = False
     drop_duplicates: bool = True
+    to_file: bool = False
+    row_formats: tuple[str, ...] = ()
+    map_keys: dict[str, str] | None = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, flag in _LIMIT_FLAGS.items():
@@ -68,6 +76,11 @@ class DataOptions:
     @property
     def template_kwargs(self) -> dict[str, Any]:
         return self.chat_template_kwargs or {}
+
+    @property
+    def single_answer(self) -> bool:
+        """Rows are instructions, whose one answer stands for both sides."""
+        return self.row_formats == (INSTRUCTION,)
 
     @property
     def key_map(self) -> dict[str, str]:

@@ -6,8 +6,8 @@ prompt). Template side effects (Qwen3 inserts or drops `<think>` blocks) shrink 
 Plain text (no chat template): prompt and answers are encoded apart, so the prompt ids are the same by construction.
 
 Invariants: both sides have the same prompt ids, and prompt + answer is the side's render up to its end. No answer is
-the end token alone. Unless `whole_render`, an answer ends with exactly one end token, whatever the template writes after
-it. A leading BOS is never doubled, and never added that neither the template nor the post-processor wrote.
+the end token alone. What a policy is trained on of an answer ends with exactly one end token, whatever the template
+writes after it. A leading BOS is never doubled, and never added that neither the template nor the post-processor wrote.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,11 +31,18 @@ from relax.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class PairIds:
-    """A pair's token ids, int32; `shrunk`: the prompt is shorter than the render of the history."""
+    """A pair's token ids, int32, each answer as long as the longer of its two readings, which are lengths (chosen, rejected):
+
+    `trained`: up to the end token, what a policy is trained on; `rendered`: as the template writes it, what a reward model
+    reads. The end token is behind the render where the template writes none. `shrunk`: the prompt is shorter than the
+    render of the history.
+    """
 
     prompt: np.ndarray
     chosen: np.ndarray
     rejected: np.ndarray
+    trained: tuple[int, int]
+    rendered: tuple[int, int]
     shrunk: bool = False
 
 
@@ -108,9 +115,7 @@ class PairEncoder:
             raise RowRejected("prompt_mismatch", "the renders of chosen and rejected share no first token")
         if shrunk and shared < self._header_start(pair, history, facts):
             raise RowRejected("boundary", f"the renders part after {shared} tokens, before the assistant's turn begins")
-        chosen, rejected = chosen[shared:], rejected[shared:]
-        ended = _end_both(chosen, rejected, facts)
-        return PairIds(history[:shared], *((chosen, rejected) if self._options.whole_render else ended), shrunk)
+        return _pair_ids(history[:shared], chosen[shared:], rejected[shared:], facts=facts, shrunk=shrunk)
 
     def _header_start(self, pair: PreferencePair, history: np.ndarray, facts: TemplateFacts) -> int:
         """Where the generation prompt begins: the history's render with and without it part there."""
@@ -127,7 +132,8 @@ class PairEncoder:
             try:
                 if not len(prompt):
                     raise RowRejected("prompt_mismatch", "the prompt has no tokens")
-                results.append(PairIds(prompt, *_end_both(chosen, rejected, facts)))
+                ended = _end_both(chosen, rejected, facts)
+                results.append(_pair_ids(prompt, *ended, facts=facts))
             except RowRejected as rejection:
                 results.append(rejection)
         return results
@@ -139,6 +145,21 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     different = a[:size] != b[:size]
     first = int(different.argmax()) if size else 0
     return first if size and different[first] else size
+
+
+def _pair_ids(
+    prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray, *, facts: TemplateFacts, shrunk: bool = False
+) -> PairIds:
+    """The pair of two whole answers. Raises `RowRejected` for one that is nothing but the end token."""
+    ended = _end_both(chosen, rejected, facts)
+    return PairIds(
+        prompt,
+        chosen=max(chosen, ended[0], key=len),
+        rejected=max(rejected, ended[1], key=len),
+        trained=(len(ended[0]), len(ended[1])),
+        rendered=(len(chosen), len(rejected)),
+        shrunk=shrunk,
+    )
 
 
 def _end_both(chosen: np.ndarray, rejected: np.ndarray, facts: TemplateFacts) -> tuple[np.ndarray, np.ndarray]:
@@ -170,6 +191,6 @@ def _plain_text(pair: PreferencePair) -> PlainText:
         raise UserError(
             "The tokenizer has no chat template, which rows with messages, a system prompt, a history or tools need. "
             "Use a checkpoint with a chat template, or give one: "
-            """--apply-chat-template-kwargs '{"chat_template": "..."}'."""
+            """--apply-chat-template-kwargs '{"chat_template": "..."}' (in preprocessing: prompt_type)."""
         )
     return pair.text

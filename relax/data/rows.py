@@ -5,7 +5,6 @@ formats also carry `text`, which serves tokenizers that have no chat template. I
 two non-empty, different answers; what cannot become one raises `RowRejected` with a code of `REASONS`.
 """
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ REASONS = {
     "identical": "chosen and rejected are the same answer",
     "post_truncation_identical": "chosen and rejected have the same token ids after truncation",
     "empty_completion": "an answer is empty",
-    "oversize": "the pair does not fit the token budget",
+    "oversize": "the pair has more tokens than asked for",
     "duplicate": "the same pair (or pair id) came before",
     "boundary": "the shared prompt ends before the assistant's turn begins",
 }
@@ -49,7 +48,10 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePair:
-    """One row: the shared `history`, and the assistant's two answers as messages."""
+    """One row: the shared `history`, and the assistant's two answers as messages.
+
+    An instruction row has one answer: `rejected` is `chosen` itself.
+    """
 
     history: tuple[Message, ...]
     chosen: Message
@@ -64,23 +66,25 @@ class PreferencePair:
         for side, message in (("chosen", self.chosen), ("rejected", self.rejected)):
             if is_empty_answer(message):
                 raise RowRejected("empty_completion", f"{side} is empty")
-        if self.chosen == self.rejected:
+        if self.chosen == self.rejected and self.chosen is not self.rejected:
             raise RowRejected("identical", "chosen and rejected are equal")
-
-    def content_key(self) -> bytes:
-        """16 bytes that are equal for equal pairs, whatever file or format they came in. Raises `RowRejected`."""
-        content = [self.history, self.chosen, self.rejected, self.tools, self.template_kwargs]
-        text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
-        try:
-            return hashlib.blake2b(text.encode(), digest_size=16).digest()
-        except UnicodeEncodeError:
-            raise RowRejected("schema", "the text holds half of a surrogate pair, which no tokenizer reads") from None
+        if not _is_text([self.history, self.chosen, self.rejected, self.tools, self.template_kwargs]):
+            raise RowRejected("schema", "the text holds half of a surrogate pair, which no tokenizer reads")
 
 
 def is_empty_answer(message: Message) -> bool:
     """No text, no tool call, no reasoning: nothing that the model could be trained to say."""
     others = ("tool_calls", "reasoning_content", "reasoning", "thinking")
     return not str(message.get("content") or "").strip() and not any(message.get(name) for name in others)
+
+
+def _is_text(content: Any) -> bool:
+    """Whether every string in it can be encoded."""
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_margin(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from relax.data.columns import INFORMATION, Columns, resolve_columns
-from relax.data.formats import FORMAT_PARTS, detect_format
+from relax.data.formats import FORMAT_PARTS, choose_format
 from relax.data.options import DataOptions
 from relax.data.sources import Chunk, read_chunks
 from relax.errors import UserError
@@ -47,7 +47,8 @@ def scan_file(path: Path, *, options: DataOptions) -> FileScan:
     if not num_rows:
         raise UserError(f"{path}: the file holds no rows.")
     columns = resolve_columns(names, options=options, path=str(path))
-    return FileScan(detect_format(sample, columns=columns, path=str(path)), columns, num_rows)
+    name = choose_format(sample, columns=columns, path=str(path), allowed=options.row_formats)
+    return FileScan(name, columns, num_rows)
 
 
 def _check_rows(chunk: Chunk, *, path: Path) -> list[object]:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relax.data.json_stream import ArrayReader
+from relax.data.prefix import SIDECAR_SUFFIX, is_prefix, prefix_files
 from relax.errors import UserError
 
 CHUNK_ROWS = 256
@@ -42,24 +43,32 @@ class Chunk:
 
 
 def expand_paths(paths: Sequence[str]) -> list[Path]:
-    """The data files behind `--prompt-data`, directories expanded in name order. Raises `UserError`."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"{path}: no such file or directory (data path).")
-        if not path.is_dir() or is_saved_dataset(path):
-            files.append(path)
-            continue
-        found = sorted(entry for entry in path.iterdir() if entry.suffix in READERS and entry.is_file())
-        if not found:
-            raise UserError(f"{path}: the directory holds no data file ({', '.join(READERS)}) and no saved dataset.")
-        files += found
+    """The data files and tokenized prefixes behind `--prompt-data`, directories expanded in name order. Raises `UserError`."""
+    files = [file for path in paths for file in _expand(Path(path))]
     if not files:
         raise UserError("No data file was given.")
-    for file in files:
-        if not file.is_dir() and file.suffix not in READERS:
-            raise UserError(f"{file}: unknown kind of data file {file.suffix!r}; known: {', '.join(READERS)}.")
     return files
+
+
+def _expand(path: Path) -> list[Path]:
+    if is_prefix(path):
+        if path.exists():
+            raise UserError(f"{path}: the name of {'a directory' if path.is_dir() else 'a file'} and of a tokenized prefix.")
+        prefix_files(path)  # says what is missing
+        return [path]
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory (data path).")
+    if is_saved_dataset(path):
+        return [path]
+    if not path.is_dir():
+        if path.suffix not in READERS:
+            raise UserError(f"{path}: unknown kind of data file {path.suffix!r}; known: {', '.join(READERS)}.")
+        return [path]
+    entries = (entry for entry in path.iterdir() if not entry.name.endswith(SIDECAR_SUFFIX))
+    found = sorted(entry for entry in entries if entry.suffix in READERS and entry.is_file())
+    if not found:
+        raise UserError(f"{path}: the directory holds no data file ({', '.join(READERS)}) and no saved dataset.")
+    return found
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -68,7 +77,9 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files whose bytes make up a source: the path itself, or everything in a saved dataset."""
+    """The files whose bytes make up a source: the path itself, a prefix's files, or everything in a saved dataset."""
+    if is_prefix(path):
+        return prefix_files(path)
     return sorted(entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else [path]
 
 

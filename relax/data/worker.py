@@ -8,24 +8,27 @@ Invariants: a worker's exception reaches the caller as it was raised; a worker t
 
 import multiprocessing
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from relax.data.dataset import PairBlock
 from relax.data.formats import read_pair
 from relax.data.limits import LimitedPair, apply_limits
 from relax.data.options import DataOptions
-from relax.data.render import PairEncoder
+from relax.data.render import PairEncoder, PairIds
 from relax.data.rows import PreferencePair, RowRejected
 from relax.data.scan import FileScan
 from relax.data.sources import Chunk
+from relax.data.tokenized import TOKENIZED, read_row
 from relax.data.tokenizer import load_tokenizer, reads_tools
 from relax.errors import UserError
 
@@ -46,63 +49,78 @@ class Rejection:
 class ChunkResult:
     """The pairs of one chunk, in order, and what was refused.
 
-    tokens: int32 [sum of lengths], each pair as prompt, chosen, rejected; lengths: int32 [pairs, 3];
-    numbers: row numbers [pairs]; marks: uint8 [pairs] (`limits.Mark`); margins: float32 [pairs], NaN where none;
-    hashes: uint8 [pairs, 16]; keys: what makes a pair a duplicate (its content, its id where one was asked for).
+    numbers: row numbers [pairs]; marks: uint8 [pairs] (`limits.Mark`); keys: what makes a pair a duplicate (its ids before
+    any limit, its id where one was asked for).
     """
 
     file: int
-    tokens: np.ndarray
-    lengths: np.ndarray
+    pairs: PairBlock
     numbers: list[int]
     marks: np.ndarray
-    margins: np.ndarray
-    hashes: np.ndarray
-    keys: list[tuple[bytes, str | None]]
+    keys: list[list[bytes]]
     rejections: list[Rejection]
     unused_columns: dict[str, int]
 
 
 class _ReadRow(NamedTuple):
+    """A row as token ids, before any limit."""
+
     number: int
-    pair: PreferencePair
-    key: bytes
+    ids: PairIds
+    margin: float | None
+    pair_id: str | None
 
 
 class ChunkTokenizer:
     """Turns chunks into results, with one tokenizer. Building it runs the self-check and may raise `UserError`."""
 
     def __init__(self, tokenizer: Any, *, scans: Sequence[FileScan], options: DataOptions) -> None:
-        self._encoder = PairEncoder(tokenizer, options=options)
+        raw = any(scan.format != TOKENIZED for scan in scans)
+        self._encoder = PairEncoder(tokenizer, options=options) if raw else None
         self._scans = scans
         self._options = options
         self._reads_tools = reads_tools(tokenizer, options.template_kwargs)
 
     def __call__(self, chunk: Chunk) -> ChunkResult:
-        scan = self._scans[chunk.file]
         rejections: list[Rejection] = []
-        rows: list[_ReadRow] = []
-        unused: dict[str, int] = {}
+        unused: Counter[str] = Counter()
+        tokenized = self._scans[chunk.file].format == TOKENIZED
+        rows = _read_ids(chunk, rejections) if tokenized else self._encode(chunk, rejections, unused)
+        kept: list[tuple[_ReadRow, LimitedPair]] = []
+        for row in rows:
+            try:
+                kept.append((row, apply_limits(row.ids, options=self._options)))
+            except RowRejected as rejection:
+                rejections.append(Rejection(row.number, rejection.code, rejection.detail))
+        return _result(chunk.file, kept, rejections=rejections, unused=unused)
+
+    def _encode(self, chunk: Chunk, rejections: list[Rejection], unused: Counter[str]) -> Iterator[_ReadRow]:
+        """The rows that can be read and rendered; the others are added to `rejections`, overlooked columns to `unused`."""
+        scan = self._scans[chunk.file]
         consumed = scan.consumed_columns(tools=self._reads_tools, margins=self._options.whole_render)
+        read: list[tuple[int, PreferencePair]] = []
         for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
             try:
-                pair = read_pair(row, name=scan.format, columns=scan.columns, options=self._options)
-                rows.append(_ReadRow(number, pair, pair.content_key()))
+                read.append((number, read_pair(row, name=scan.format, columns=scan.columns, options=self._options)))
             except RowRejected as rejection:
                 rejections.append(Rejection(number, rejection.code, rejection.detail))
             if isinstance(row, dict):
-                for name in row.keys() - consumed:
-                    if row[name] not in (None, "", [], {}):
-                        unused[name] = unused.get(name, 0) + 1
-        kept: list[tuple[_ReadRow, LimitedPair]] = []
-        for read, ids in zip(rows, self._encoder.encode([read.pair for read in rows]), strict=True):
-            try:
-                if isinstance(ids, RowRejected):
-                    raise ids
-                kept.append((read, apply_limits(ids, options=self._options)))
-            except RowRejected as rejection:
-                rejections.append(Rejection(read.number, rejection.code, rejection.detail))
-        return _result(chunk.file, kept, rejections=rejections, unused=unused)
+                unused.update(name for name in row.keys() - consumed if row[name] not in (None, "", [], {}))
+        assert self._encoder is not None
+        for (number, pair), ids in zip(read, self._encoder.encode([pair for _, pair in read]), strict=True):
+            if isinstance(ids, RowRejected):
+                rejections.append(Rejection(number, ids.code, ids.detail))
+            else:
+                yield _ReadRow(number, ids, pair.margin, pair.pair_id)
+
+
+def _read_ids(chunk: Chunk, rejections: list[Rejection]) -> Iterator[_ReadRow]:
+    """The rows of a tokenized file that hold a pair; the others are added to `rejections`."""
+    for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
+        try:
+            yield _ReadRow(number, read_row(row), None, None)
+        except RowRejected as rejection:
+            rejections.append(Rejection(number, rejection.code, rejection.detail))
 
 
 def _result(
@@ -110,23 +128,34 @@ def _result(
     kept: list[tuple[_ReadRow, LimitedPair]],
     *,
     rejections: list[Rejection],
-    unused: dict[str, int],
+    unused: Counter[str],
 ) -> ChunkResult:
     parts = [part for _, ids in kept for part in (ids.prompt, ids.chosen, ids.rejected)]
     hashes = b"".join(pair_hash(ids.prompt, ids.chosen, ids.rejected) for _, ids in kept)
-    margins = [np.nan if read.pair.margin is None else read.pair.margin for read, _ in kept]
-    return ChunkResult(
-        file=file,
+    margins = [np.nan if row.margin is None else row.margin for row, _ in kept]
+    pairs = PairBlock(
         tokens=np.concatenate(parts) if parts else np.empty(0, np.int32),
         lengths=np.array([len(part) for part in parts], np.int32).reshape(-1, 3),
-        numbers=[read.number for read, _ in kept],
-        marks=np.array([ids.marks for _, ids in kept], np.uint8),
-        margins=np.array(margins, np.float32),
+        trained=np.array([ids.trained for _, ids in kept], np.int32).reshape(-1, 2),
         hashes=np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES),
-        keys=[(read.key, read.pair.pair_id) for read, _ in kept],
-        rejections=rejections,
-        unused_columns=unused,
+        margins=np.array(margins, np.float32),
     )
+    return ChunkResult(
+        file=file,
+        pairs=pairs,
+        numbers=[row.number for row, _ in kept],
+        marks=np.array([ids.marks for _, ids in kept], np.uint8),
+        keys=[_keys(row) for row, _ in kept],
+        rejections=rejections,
+        unused_columns=dict(unused),
+    )
+
+
+def _keys(row: _ReadRow) -> list[bytes]:
+    keys = [pair_hash(row.ids.prompt, row.ids.chosen, row.ids.rejected)]
+    if row.pair_id is not None:
+        keys.append(b"id " + row.pair_id.encode(errors="surrogatepass"))
+    return keys
 
 
 def pair_hash(prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> bytes:
@@ -139,16 +168,16 @@ def pair_hash(prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> b
 
 def tokenize_chunks(
     chunks: Iterable[Chunk],
+    tokenize: ChunkTokenizer,
     *,
-    tokenizer: Any,
     tokenizer_dir: Path,
     scans: Sequence[FileScan],
     options: DataOptions,
     num_workers: int,
 ) -> Iterator[ChunkResult]:
-    """The results of `chunks`, in order. Up to one worker means this process, with `tokenizer`."""
+    """The results of `chunks`, in order. Up to one worker means this process, with `tokenize`; others make their own."""
     if num_workers <= 1:
-        yield from map(ChunkTokenizer(tokenizer, scans=scans, options=options), chunks)
+        yield from map(tokenize, chunks)
         return
     pool = ProcessPoolExecutor(
         num_workers,
@@ -181,8 +210,17 @@ _worker: ChunkTokenizer | None = None
 
 def _start_worker(tokenizer_dir: Path, scans: Sequence[FileScan], options: DataOptions) -> None:
     global _worker
+    Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core: the pool is the parallelism
     _worker = ChunkTokenizer(load_tokenizer(tokenizer_dir), scans=scans, options=options)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed never tells its workers to end: they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run_in_worker(chunk: Chunk) -> ChunkResult:

@@ -176,7 +176,7 @@ CASES: dict[str, tuple[Callable[[Workplace], Flags] | Flags, str, list[str]]] = 
     ),
     "vocabulary": (
         small_vocabulary,
-        "--hf-checkpoint model: its tokenizer gave token id 258, but the model has a vocabulary of 257; ",
+        "--hf-checkpoint model: the data hold token id 258, but the model has a vocabulary of 257; ",
         [],
     ),
     "NaN weights": (not_a_number, "the reference gives pair ", ["not a finite number", "--ref-load"]),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from relax.data.columns import resolve_columns
-from relax.data.formats import detect_format, read_pair
+from relax.data.formats import choose_format, read_pair
 from relax.data.options import DataOptions
 from relax.data.rows import REASONS, PlainText, PreferencePair, RowRejected
 from relax.errors import UserError
@@ -21,7 +21,7 @@ def read(row: Any, *, first: dict[str, Any] | None = None, **options: Any) -> tu
     first = first or row
     settings = DataOptions(**options)
     columns = resolve_columns(set(first), options=settings, path="data.jsonl")
-    name = detect_format([first], columns=columns, path="data.jsonl")
+    name = choose_format([first], columns=columns, path="data.jsonl", allowed=DataOptions(**options).row_formats)
     return name, read_pair(row, name=name, columns=columns, options=settings)
 
 
@@ -217,16 +217,8 @@ def test_a_missing_pair_id_is_refused():
 
 
 def test_half_a_surrogate_pair_is_refused():
-    _, pair = read(chat_row("Q", "A\ud800", "B"))
     with pytest.raises(RowRejected, match="half of a surrogate pair"):
-        pair.content_key()
-
-
-def test_equal_pairs_have_equal_keys_in_any_format():
-    _, pair = read(EXPLICIT)
-    _, other = read(GOOD)
-    _, third = read(chat_row("Q", "B", "A"))
-    assert pair.content_key() == other.content_key() != third.content_key()
+        read(chat_row("Q", "A\ud800", "B"))
 
 
 def test_a_file_without_pairs_names_its_columns():

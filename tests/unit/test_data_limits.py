@@ -18,7 +18,9 @@ def limited(prompt: int, chosen: int, rejected: int, *, shrunk: bool = False, **
         np.arange(start, start + size, dtype=np.int32) for start, size in ((0, prompt), (10_000, chosen), (20_000, rejected))
     )
     settings = {"max_length": 1000, "max_completion_length": 999, "max_tokens": 10_000, **options}
-    return apply_limits(PairIds(*parts, shrunk), options=DataOptions(**settings))  # type: ignore[arg-type]
+    lengths = chosen, rejected
+    pair = PairIds(*parts, trained=lengths, rendered=lengths, shrunk=shrunk)  # type: ignore[arg-type, misc]
+    return apply_limits(pair, options=DataOptions(**settings))  # type: ignore[arg-type]
 
 
 def sizes(pair: LimitedPair) -> tuple[int, int, int]:
@@ -99,7 +101,8 @@ def test_a_pair_that_may_not_fit_is_refused(strategy: str, budget: int, message:
 
 def test_answers_that_are_equal_after_truncation_are_refused():
     same = np.arange(600, dtype=np.int32)
-    ids = PairIds(np.arange(5, dtype=np.int32), np.append(same, 1).astype(np.int32), np.append(same, 2).astype(np.int32))
+    sides = (np.append(same, end).astype(np.int32) for end in (1, 2))
+    ids = PairIds(np.arange(5, dtype=np.int32), *sides, trained=(601, 601), rendered=(601, 601))
     assert sizes(apply_limits(ids, options=DataOptions(max_length=1024, max_completion_length=601))) == (5, 601, 601)
     with pytest.raises(RowRejected, match="the same 512 tokens") as refused:
         apply_limits(ids, options=DataOptions(max_length=1024, max_completion_length=512))
@@ -120,3 +123,25 @@ def test_answers_that_are_equal_after_truncation_are_refused():
 def test_options_that_cannot_work_are_errors(options: dict[str, object], message: str):
     with pytest.raises(UserError, match=message):
         DataOptions(**options)  # type: ignore[arg-type]
+
+
+def test_each_reading_of_an_answer_has_its_length():
+    parts = [np.arange(start, start + size, dtype=np.int32) for start, size in ((0, 5), (100, 8), (200, 9))]
+    ids = PairIds(*parts, trained=(7, 8), rendered=(8, 9))
+    readings = {"policy": {}, "reward model": {"whole_render": True}, "file": {"to_file": True}}
+    pairs = {name: apply_limits(ids, options=DataOptions(**options)) for name, options in readings.items()}
+    assert {name: sizes(pair) for name, pair in pairs.items()} == {
+        "policy": (5, 7, 8),
+        "reward model": (5, 8, 9),
+        "file": (5, 8, 9),
+    }
+    assert {pair.trained for pair in pairs.values()} == {(7, 8)}
+    assert {pair.marks for pair in pairs.values()} == {Mark(0)}
+
+
+def test_a_tokenized_file_drops_what_is_longer_and_cuts_nothing():
+    options = {"max_length": 10, "max_completion_length": 9, "max_tokens": 20, "to_file": True}
+    assert sizes(limited(1, 9, 9, **options)) == (1, 9, 9)
+    with pytest.raises(RowRejected, match="a side has 11 tokens, more than 10") as refused:
+        limited(5, 6, 2, **options)
+    assert refused.value.code == "oversize"

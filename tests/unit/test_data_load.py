@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax.data import DataOptions, PairDataset, dataset, load_pairs, worker
+from relax.data import DataOptions, PairDataset, dataset, load_pairs, pipeline, worker
 from relax.data import load as load_module
 from relax.data.fingerprint import cache_key
-from relax.data.load import ADVICE
+from relax.data.pipeline import ADVICE
 from relax.data.rows import REASONS
 from relax.data.tokenizer import load_tokenizer
 from relax.data.worker import pair_hash
@@ -285,7 +285,7 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path, tokenizer_di
     rows = [chat_row(f"Question {i % 500}?", f"Yes {i % 500}", "No", margin=float(i)) for i in range(600)]
     rows[300] = {"chosen": "bad"}
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    monkeypatch.setattr(load_module, "MIN_ROWS_FOR_POOL", 1)
+    monkeypatch.setattr(pipeline, "MIN_ROWS_FOR_POOL", 1)
     for workers in (1, 2):
         load(path, tokenizer_dir, cache=tmp_path / f"cache{workers}", workers=workers)
     assert contents(tmp_path / "cache1") == contents(tmp_path / "cache2")
@@ -294,7 +294,7 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path, tokenizer_di
 def test_a_workers_error_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plain = build_tokenizer(tmp_path / "plain", template=None)
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    monkeypatch.setattr(load_module, "MIN_ROWS_FOR_POOL", 1)
+    monkeypatch.setattr(pipeline, "MIN_ROWS_FOR_POOL", 1)
     with pytest.raises(UserError, match="The tokenizer has no chat template"):
         load(path, plain, workers=2)
     assert entries(tmp_path / "cache") == []
@@ -306,7 +306,7 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path, tokenizer_dir: Path, mon
         yield
 
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    monkeypatch.setattr(load_module, "MIN_ROWS_FOR_POOL", 1)
+    monkeypatch.setattr(pipeline, "MIN_ROWS_FOR_POOL", 1)
     monkeypatch.setattr(worker, "_in_order", dies)
     with pytest.raises(UserError, match="A tokenizing process died, .* smaller --num-workers"):
         load(path, tokenizer_dir, workers=2)

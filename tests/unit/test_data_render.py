@@ -1,6 +1,7 @@
 """Rendering: whole renders, one shared prompt, one end token, no doubled BOS, and a tokenizer that proves itself first."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,19 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
     yield {path.name: load_tokenizer(path) for path in root.iterdir()}
 
 
-def encode(tokenizer: Any, *pairs: PreferencePair, **options: Any) -> list[Any]:
-    return PairEncoder(tokenizer, options=DataOptions(**options)).encode(pairs)
+def encode(tokenizer: Any, *pairs: PreferencePair, whole_render: bool = False, **options: Any) -> list[Any]:
+    """Pairs as a policy reads them, or a reward model."""
+    results = PairEncoder(tokenizer, options=DataOptions(**options)).encode(pairs)
+    return [
+        result
+        if isinstance(result, RowRejected)
+        else replace(
+            result,
+            chosen=result.chosen[: (result.rendered if whole_render else result.trained)[0]],
+            rejected=result.rejected[: (result.rendered if whole_render else result.trained)[1]],
+        )
+        for result in results
+    ]
 
 
 def pair(chosen: str, rejected: str, *, history: tuple[Message, ...] = (user("Q"),), **fields: Any) -> PreferencePair:
