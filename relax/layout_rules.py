@@ -2,8 +2,7 @@
 
 Strategy: plain arithmetic on the flags, the world size and the HF config.json; no torch, no process group. Invariants:
 - A layout that passes builds its process groups and splits its weights without remainder; the vocabulary is padded.
-- Refused although megatron-core would run them: experts split by tensor at another size than the rest without expert
-  parallelism (expert gradients are never reduced), and MoE over tensor parallelism without sequence parallelism.
+- MoE over tensor parallelism without sequence parallelism, which megatron-core refuses in its first step, is refused here.
 """
 
 import argparse
@@ -42,7 +41,8 @@ def _check_model(args: argparse.Namespace, config: dict[str, Any]) -> None:
     heads, layers = _size(config, "num_attention_heads"), _size(config, "num_hidden_layers")
     _divides(TP, tp, "num_attention_heads", heads)
     _divides(TP, tp, "num_key_value_heads", _size(config, "num_key_value_heads", default=heads))
-    _divides(TP, tp, "intermediate_size", _size(config, "intermediate_size"))
+    if not _experts(config):
+        _divides(TP, tp, "intermediate_size", _size(config, "intermediate_size"))
     _divides(PP, pp, "num_hidden_layers", layers)
     vocabulary = _size(config, "vocab_size")
     if vocabulary < tp:
@@ -58,7 +58,7 @@ def _check_model(args: argparse.Namespace, config: dict[str, Any]) -> None:
 def _check_experts(args: argparse.Namespace, config: dict[str, Any]) -> None:
     """What needs a mixture of experts, and what its split must satisfy."""
     tp, ep, etp = args.tensor_model_parallel_size, args.expert_model_parallel_size, args.expert_tensor_parallel_size
-    experts = next((_size(config, key) for key in EXPERT_KEYS if config.get(key)), 0)
+    experts = _experts(config)
     if not experts:
         for flag, idle in ((EP, ep == 1), (ETP, etp == tp), ("--moe-aux-loss-coeff", args.moe_aux_loss_coeff == 0)):
             if not idle:
@@ -67,12 +67,13 @@ def _check_experts(args: argparse.Namespace, config: dict[str, Any]) -> None:
     _divides(EP, ep, "number of experts", experts)
     width = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
     _divides(ETP, etp, width, _size(config, width))
-    if ep == 1 and etp != tp:
-        raise UserError(
-            f"{ETP} {etp} must equal {TP} {tp} when {EP} is 1: megatron-core would never reduce the experts' gradients"
-        )
     if tp > 1 and not args.sequence_parallel:
-        raise UserError(f"a mixture-of-experts model with {TP} {tp} needs --sequence-parallel in training")
+        raise UserError(f"a mixture-of-experts model with {TP} {tp} needs --sequence-parallel")
+
+
+def _experts(config: dict[str, Any]) -> int:
+    """Experts of a layer; 0 for a dense model."""
+    return next((_size(config, key) for key in EXPERT_KEYS if config.get(key)), 0)
 
 
 def _fits(sizes: str, product: int, world_size: int) -> None:

@@ -199,9 +199,7 @@ LAYOUTS = [
     ("--moe-aux-loss-coeff 0.01", 1, DENSE, f"--moe-aux-loss-coeff {NO_EXPERTS}"),
     (f"{EP} 3", 3, MOE, f"{EP} 3 must divide the model's number of experts (8)"),
     (f"{EP} 2 {ETP} 5", 10, MOE, f"{ETP} 5 must divide the model's moe_intermediate_size (24)"),
-    (f"{TP} 2 {ETP} 1 --sequence-parallel", 2, MOE, f"{ETP} 1 must equal {TP} 2 when {EP} is 1: megatron-core would "
-     "never reduce the experts' gradients"),
-    (f"{TP} 2", 2, MOE, f"a mixture-of-experts model with {TP} 2 needs --sequence-parallel in training"),
+    (f"{TP} 2", 2, MOE, f"a mixture-of-experts model with {TP} 2 needs --sequence-parallel"),
     ("", 1, {**DENSE, "num_hidden_layers": "8"}, "--hf-checkpoint: config.json must give num_hidden_layers as a whole "
      "number, at least 1, not '8'"),
     ("", 1, {"num_attention_heads": 4}, "--hf-checkpoint: config.json must give num_hidden_layers as a whole number, "
@@ -227,7 +225,9 @@ def test_layouts_that_cannot_work(extra, world_size, model, message):
         (f"{PP} 2 {CHUNK} 2", 2, DENSE),
         (f"{EP} 2", 2, MOE),
         (f"{TP} 2 {EP} 2 {ETP} 1 --sequence-parallel", 4, MOE),
+        (f"{TP} 2 {ETP} 1 --sequence-parallel", 2, MOE),
         (f"{TP} 2 --sequence-parallel --moe-aux-loss-coeff 0.001", 2, MOE),
+        (f"{TP} 2 --sequence-parallel", 2, {**MOE, "intermediate_size": 63}),  # it has no such layer
         (f"{EP} 4", 4, {**DENSE, "num_local_experts": 4}),
     ],
 )
