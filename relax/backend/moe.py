@@ -165,9 +165,14 @@ class Experts(MegatronModule):
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         """rows [assignments, hidden_size] and their router weights [assignments], sorted by expert -> their outputs."""
-        multiply = _grouped if rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") else _one_by_one
+        multiply = _grouped if self._fits_grouped(rows) else _one_by_one
         gate, up = multiply(rows, self.weight1, tokens_per_expert).chunk(2, -1)
         return multiply(F.silu(gate) * up * weights[:, None], self.weight2, tokens_per_expert), None
+
+    def _fits_grouped(self, rows: torch.Tensor) -> bool:
+        """Whether torch has a grouped product for these rows: of bf16 on a GPU, sizes in steps of 16 bytes."""
+        aligned = all(size % 8 == 0 for size in self.weight2.shape[1:])
+        return hasattr(F, "grouped_mm") and rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and len(rows) > 0
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         first, (ep, etp) = len(sharded_offsets), (self.groups.ep, self.groups.expt_tp)
