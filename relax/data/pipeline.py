@@ -23,7 +23,7 @@ from relax.data.rows import DELIBERATE, REASONS
 from relax.data.scan import FileScan, scan_file
 from relax.data.seen import SeenRows
 from relax.data.sources import Chunk, read_chunks
-from relax.data.tokenized import TOKENIZED, IndexedFormat, read_tokenized, scan_tokenized
+from relax.data.tokenized import IndexedFormat, read_tokenized, scan_tokenized
 from relax.data.worker import ChunkResult, ChunkTokenizer, Rejection, tokenize_chunks
 from relax.errors import UserError
 
@@ -63,10 +63,10 @@ def tokenize_files(
 ) -> DataReport:
     """Write the pairs of `files` and report; `progress` hears of (rows done, rows in all). Raises as `load_pairs` does."""
     for path, scan in zip(files, scans, strict=True):
-        if scan.format == TOKENIZED:
+        if scan.tokenized:
             check_provenance(path, num_pairs=scan.num_rows, tokenizer=tokenizer, tokenizer_dir=tokenizer_dir, options=options)
     tokenize = ChunkTokenizer(tokenizer, scans=scans, options=options)  # the self-check, before any process starts
-    num_rows = sum(scan.num_rows for scan in scans if scan.format != TOKENIZED)
+    num_rows = sum(scan.num_rows for scan in scans if not scan.tokenized)
     results = tokenize_chunks(
         _chunks(files, indexed),
         tokenize,

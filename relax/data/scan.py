@@ -21,11 +21,12 @@ SAMPLE_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class FileScan:
-    """What a file is: its row format, its columns, its row count."""
+    """What a file is: its row format, its columns, its row count; `tokenized`: a prefix, whose rows are token ids."""
 
     format: str
     columns: Columns
     num_rows: int
+    tokenized: bool = False
 
     def consumed_columns(self, *, tools: bool, margins: bool) -> frozenset[str]:
         """Columns that something reads, and those that only inform people; `tools`, `margins`: template, loss read them."""

@@ -15,14 +15,12 @@ from typing import Protocol
 import numpy as np
 
 from relax.data.columns import Columns
-from relax.data.prefix import IGNORED, PAIR_FIELDS, field_path
+from relax.data.prefix import IGNORED, PAIR_FIELDS, field_path, sidecar_path
 from relax.data.render import PairIds
 from relax.data.rows import RowRejected
 from relax.data.scan import FileScan
 from relax.data.sources import CHUNK_ROWS, Chunk
 from relax.errors import UserError
-
-TOKENIZED = "tokenized"  # the row format's name
 
 
 class FieldBuilder(Protocol):
@@ -59,7 +57,8 @@ def open_fields(prefix: Path, indexed: IndexedFormat | None) -> list[Sequence[np
 def scan_tokenized(prefix: Path, indexed: IndexedFormat | None) -> FileScan:
     """What `scan_file` finds of a file of text."""
     columns = Columns(names={}, fields={}, roles={}, pair_id=None)
-    return FileScan(TOKENIZED, columns, len(open_fields(prefix, indexed)[0]))
+    name = "tokenized" if sidecar_path(prefix).is_file() else "tokenized, no sidecar to check it by"
+    return FileScan(name, columns, len(open_fields(prefix, indexed)[0]), tokenized=True)
 
 
 def read_tokenized(prefix: Path, indexed: IndexedFormat | None, *, file: int) -> Iterator[Chunk]:

@@ -28,7 +28,7 @@ from relax.data.render import PairEncoder, PairIds
 from relax.data.rows import PreferencePair, RowRejected
 from relax.data.scan import FileScan
 from relax.data.sources import Chunk
-from relax.data.tokenized import TOKENIZED, read_row
+from relax.data.tokenized import read_row
 from relax.data.tokenizer import load_tokenizer, reads_tools
 from relax.errors import UserError
 
@@ -75,7 +75,7 @@ class ChunkTokenizer:
     """Turns chunks into results, with one tokenizer. Building it runs the self-check and may raise `UserError`."""
 
     def __init__(self, tokenizer: Any, *, scans: Sequence[FileScan], options: DataOptions) -> None:
-        raw = any(scan.format != TOKENIZED for scan in scans)
+        raw = not all(scan.tokenized for scan in scans)
         self._encoder = PairEncoder(tokenizer, options=options) if raw else None
         self._scans = scans
         self._options = options
@@ -84,7 +84,7 @@ class ChunkTokenizer:
     def __call__(self, chunk: Chunk) -> ChunkResult:
         rejections: list[Rejection] = []
         unused: Counter[str] = Counter()
-        tokenized = self._scans[chunk.file].format == TOKENIZED
+        tokenized = self._scans[chunk.file].tokenized
         rows = _read_ids(chunk, rejections) if tokenized else self._encode(chunk, rejections, unused)
         kept: list[tuple[_ReadRow, LimitedPair]] = []
         for row in rows:

@@ -47,7 +47,7 @@ find_pairs() {
     fi
     EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-}
     for path in "$PROMPT_DATA" ${EVAL_PROMPT_DATA:+"$EVAL_PROMPT_DATA"}; do
-        [[ -e $path ]] || fail "no pairs at $path: set PROMPT_DATA and EVAL_PROMPT_DATA, or run" \
+        [[ -e $path || -e ${path}_packed_chosen_input_ids_document.idx ]] || fail "no pairs at $path: set PROMPT_DATA and EVAL_PROMPT_DATA, or run" \
             " python scripts/data/prepare_ultrafeedback_preferences.py --output-dir $(dirname "$1")"
     done
 }

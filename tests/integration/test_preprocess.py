@@ -70,6 +70,10 @@ def test_training_from_tokenized_pairs_is_training_from_their_rows(tokenized: Wo
     assert "step 7/7" in place.succeed(**{**raw, **resumed, "prompt_data": "data/train"})  # the same data fingerprint
 
 
+def test_a_dry_run_plans_over_tokenized_pairs(tokenized: Workplace) -> None:
+    assert "data/train: tokenized, 20 rows" in tokenized.succeed(prompt_data="data/train", dry_run=True)
+
+
 def test_what_does_not_belong_to_the_model_is_refused(tokenized: Workplace) -> None:
     message = tokenized.refuse(prompt_data="data/train", system_prompt="Be brief")
     assert message == "data/train: already tokenized; --system-prompt would have no effect on it."

@@ -189,6 +189,7 @@ def test_files_of_mindspeed_rl(tmp_path: Path, tokenizers: Path):
     ]  # fmt: skip
     assert data.report.to_json()["rejected"]["duplicate"]["rows"] == [f"{tmp_path / 'orca_rlhf'}:3"]
     assert data.max_token_id == 10 and data.margins is None
+    assert "orca_rlhf: tokenized, no sidecar to check it by, 4 rows" in data.report.table()
     raw = write_jsonl(tmp_path / "more.jsonl", ROWS[:2])
     both = load_pairs(
         [str(tmp_path / "orca_rlhf"), str(raw)],

@@ -249,6 +249,24 @@ def test_model_is_found_in_model_dir(stage: Stage, place: str):
     assert stage.flags()["--hf-checkpoint"] == directory
 
 
+def test_a_tokenized_prefix_serves_as_pairs(stage: Stage):
+    (stage.directory / "orca_packed_chosen_input_ids_document.idx").touch()
+    done = stage.run(RUN_SCRIPTS["dpo"], HF_CHECKPOINT="model", PROMPT_DATA="orca")
+    assert done.returncode == 0, done.stderr
+
+
+def test_preprocessing_takes_a_name_and_flags(stage: Stage):
+    script = ROOT / "scripts/data/preprocess_data.sh"
+    assert stage.run(script, "orca_rlhf", "--workers", "2").returncode == 0
+    config = str(ROOT / "configs/datasets/orca_rlhf.yaml")
+    assert (stage.directory / "arguments").read_text().splitlines() == [
+        "-m", "relax.preprocess", "--config", config, "--workers", "2"
+    ]  # fmt: skip
+    for arguments in ((), ("none",)):
+        done = stage.run(script, *arguments)
+        assert done.returncode == 2 and "NAME one of: alpaca_instruction orca_rlhf sharegpt_pairs ultrafeedback" in done.stderr
+
+
 @pytest.mark.parametrize("evaluation", [{}, {"EVAL_PROMPT_DATA": ""}])
 def test_own_pairs_without_evaluation_pairs(stage: Stage, evaluation: dict[str, str]):
     inputs = {"HF_CHECKPOINT": "model", "PROMPT_DATA": "train.jsonl", **evaluation}
