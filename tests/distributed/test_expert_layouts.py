@@ -1,12 +1,15 @@
 """Two and four processes give what one gives, with experts and without: hashes, exports, scores, steps, resumed steps.
 
-The test runs this file under torchrun, once for each number of ranks; each rank saves what it found. A mixture-of-experts
-model trains with its balancing loss, whose part of a step depends on the micro-batches, so one process takes the same ones.
+The test runs this file, which forks the ranks once it has imported everything; each rank saves what it found. A
+mixture-of-experts model trains with its balancing loss, whose part of a step depends on the micro-batches, so one process takes
+the same ones.
 """
 
 import dataclasses
 import math
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from relax.backend import parallel
 from relax.backend.checkpoint import find_checkpoint, save_checkpoint
 from relax.backend.device import on_device
-from relax.backend.engine import Engine
+from relax.backend.engine import Batch, Engine
 from relax.backend.export import export_hf
 from relax.backend.model import read_hf_config
 from relax.backend.parallel import ParallelConfig
@@ -59,40 +61,41 @@ LAYOUTS: dict[tuple[int, str], tuple[ParallelConfig, bool, tuple[str, ...]]] = {
     (4, "tp2-sp-ep2-etp2"): (ParallelConfig(tensor=2, sequence=True, expert=2), False, ("experts",)),
 }
 NUMBERS = ("values", "norms", "balance")
-SIZES = [(9, 5, 8), (4, 11, 3), (12, 2, 6), (7, 7, 1), (3, 4, 9)]
+SIZES = ([(9, 5, 8), (4, 11, 3), (12, 2, 6), (7, 7, 1), (3, 4, 9)], [(6, 3, 5)])  # of two steps: five pairs, then one
+Plans = tuple[StepPlan, ...] | None  # of both steps; None: the layout's own
 
 
-def run(model: Path, layout: ParallelConfig, plan: StepPlan | None, *, distributed: bool, place: Path) -> dict[str, Any]:
-    """Hashes, an export to `place`, a step, a checkpoint there, a step; whatever plan the layout has, or the one given."""
+def run(model: Path, layout: ParallelConfig, plans: Plans, *, distributed: bool, place: Path) -> dict[str, Any]:
+    """Hashes, an export to `place`, a step, a checkpoint there, a step."""
     engine = build(model, layout)
     with on_device(CPU):
         found: dict[str, Any] = {"hashes": weight_hashes(engine.chunks, engine.hf_config)}
         export_hf(engine.chunks, engine.hf_config, source=model, output=place / "exported")
-    batch = batch_of(engine, plan)
+    first, second = batches_of(engine, plans)
     engine.prepare_training(options(distributed))
-    steps = [engine.train_step(batch)]
+    steps = [engine.train_step(first)]
     state = training_state(engine, step=1, optimizer=True, rng=True, loading=False)
     files = {"relax_run.json": {"head": engine.loss.head, "arguments": {"use_distributed_optimizer": distributed}}}
     save_checkpoint(place / "saved", step=1, state=state, files=files)
-    steps.append(engine.train_step(batch))
+    steps.append(engine.train_step(second))
     return {**found, **outcome(engine, steps)}
 
 
-def resumed(model: Path, layout: ParallelConfig, plan: StepPlan | None, *, distributed: bool, place: Path) -> dict[str, Any]:
+def resumed(model: Path, layout: ParallelConfig, plans: Plans, *, distributed: bool, place: Path) -> dict[str, Any]:
     """The second step, from the checkpoint in `place`."""
     engine = build(model, layout)
-    batch = batch_of(engine, plan)
+    _, second = batches_of(engine, plans)
     engine.prepare_training(options(distributed))
     info = find_checkpoint(place / "saved", step=1, flag="--load")
     assert info is not None
     resume(engine, info, optimizer=True, rng=True, say=pytest.fail)
-    return outcome(engine, [engine.train_step(batch)])
+    return outcome(engine, [engine.train_step(second)])
 
 
 def losses_in_bf16(model: Path, layout: ParallelConfig) -> list[float]:
     """Of a policy that is its reference."""
     engine = build(model, layout, dtype=torch.bfloat16)
-    return engine.evaluate(batch_of(engine, None))[:, 0].tolist()
+    return [loss for batch in batches_of(engine, None) for loss in engine.evaluate(batch)[:, 0].tolist()]
 
 
 def build(model: Path, layout: ParallelConfig, *, dtype: torch.dtype = torch.float32) -> Engine:
@@ -111,15 +114,18 @@ def options(distributed: bool) -> Any:
     return dataclasses.replace(OPTIONS, distributed=distributed, overlap=distributed, clip_grad=1.0)
 
 
-def plan_of(dp_size: int, multiple: int) -> StepPlan:
-    return plan_step(lengths_of(make_pairs(SIZES)), dp_size=dp_size, max_tokens=60, microbatch_multiple=multiple)
+def plans_of(dp_size: int, multiple: int) -> list[StepPlan]:
+    lengths = [lengths_of(make_pairs(sizes)) for sizes in SIZES]
+    return [plan_step(each, dp_size=dp_size, max_tokens=60, microbatch_multiple=multiple) for each in lengths]
 
 
-def batch_of(engine: Engine, plan: StepPlan | None) -> Any:
-    """Five pairs, which no number of ranks here divides, against the engine's start as reference where it needs one."""
-    pairs = make_pairs(SIZES, below=engine.hf_config.vocab_size)
-    batch = make_batch(pairs, plan=plan or plan_of(engine.dp_size, engine.microbatch_multiple))
-    return with_reference(engine, batch) if engine.loss.needs_reference else batch
+def batches_of(engine: Engine, plans: Plans) -> list[Batch]:
+    """Both steps', against the engine's start as reference where it needs one."""
+    batches = []
+    for sizes, plan in zip(SIZES, plans or plans_of(engine.dp_size, engine.microbatch_multiple), strict=True):
+        batch = make_batch(make_pairs(sizes, below=engine.hf_config.vocab_size), plan=plan)
+        batches.append(with_reference(engine, batch) if engine.loss.needs_reference else batch)
+    return batches
 
 
 def outcome(engine: Engine, steps: list[Any]) -> dict[str, Any]:
@@ -131,28 +137,43 @@ def outcome(engine: Engine, steps: list[Any]) -> dict[str, Any]:
     }
 
 
-def on_one(ranks: int, name: str) -> tuple[str, StepPlan]:
+def on_one(ranks: int, name: str) -> tuple[str, Plans]:
     """The layout's micro-batches one after the other, and the directory of what one process finds with them."""
     layout, distributed, _ = LAYOUTS[ranks, name]
     dp_size = ranks // (layout.tensor * layout.pipeline * layout.context)
     multiple = layout.pipeline if layout.layers_per_virtual_stage else 1
-    plan = plan_of(dp_size, multiple)
-    return f"one {dp_size} {multiple} {distributed}", StepPlan((tuple(micro for rank in plan.ranks for micro in rank),))
+    flat = (StepPlan((tuple(micro for rank in plan.ranks for micro in rank),)) for plan in plans_of(dp_size, multiple))
+    return f"one {dp_size} {multiple} {distributed}", tuple(flat)
 
 
-def worker(root: Path) -> None:
-    """One rank: every layout of this number of ranks in turn, since imports cost more than the work."""
+def fork(root: Path, size: int) -> None:
+    """All ranks of a world of `size`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [multiprocessing.get_context("fork").Process(target=worker, args=(root, rank, size)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if codes := [rank.exitcode for rank in ranks if rank.exitcode]:
+        sys.exit(f"{len(codes)} of {size} ranks failed")
+
+
+def worker(root: Path, rank: int, size: int) -> None:
+    """One rank: every layout of this number of ranks in turn."""
+    os.environ["RANK"] = str(rank)
     for (ranks, name), (layout, distributed, models) in LAYOUTS.items():
-        if ranks != int(os.environ["WORLD_SIZE"]):
+        if ranks != size:
             continue
         parallel.initialize(layout, device=CPU, seed=5, virtual_stages=layout.virtual_stages(4))
         for model in models:
             place, one = root / name / model, root / on_one(ranks, name)[0] / model
-            common = {"model": root / model, "layout": layout, "plan": None, "distributed": distributed}
+            common = {"model": root / model, "layout": layout, "plans": None, "distributed": distributed}
             found = run(**common, place=place)
             found["resumed"] = resumed(**common, place=one)
             found["bf16"] = losses_in_bf16(root / model, layout) if model == "experts" else []
-            torch.save(found, place / f"rank{dist.get_rank()}.pt")
+            torch.save(found, place / f"rank{rank}.pt")
         parallel_state.destroy_model_parallel()
     parallel.shutdown()
 
@@ -164,16 +185,15 @@ def root(one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, values in MODELS.items():
         save_tiny(root / name, **values)
     for (ranks, name), (_, distributed, models) in LAYOUTS.items():
-        one, plan = on_one(ranks, name)
+        one, plans = on_one(ranks, name)
         for place in (root / one / model for model in models):
             if not place.exists():
-                found = run(root / place.name, ParallelConfig(), plan, distributed=distributed, place=place)
+                found = run(root / place.name, ParallelConfig(), plans, distributed=distributed, place=place)
                 torch.save(found, place / "found.pt")
-    for ranks in (2, 4):
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__, str(root)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr[:5000]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, str(root)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-5000:]
     return root
 
 
@@ -198,12 +218,12 @@ def test_a_layout_changes_nothing(root: Path, ranks: int, name: str) -> None:
 def test_a_run_resumes_on_another_layout(root: Path, ranks: int, name: str) -> None:
     """From one process to these ranks and back, optimizer included."""
     _, distributed, models = LAYOUTS[ranks, name]
-    one, plan = on_one(ranks, name)
+    one, plans = on_one(ranks, name)
     for model in models:
         expected = torch.load(root / one / model / "found.pt")
         expected |= {key: expected[key][1:] for key in NUMBERS}
         assert_like(torch.load(root / name / model / "rank0.pt")["resumed"], expected)
-        back = resumed(root / model, ParallelConfig(), plan, distributed=distributed, place=root / name / model)
+        back = resumed(root / model, ParallelConfig(), plans, distributed=distributed, place=root / name / model)
         assert_like(back, expected)
 
 
@@ -218,4 +238,5 @@ def assert_like(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
+    for size in (2, 4):
+        fork(Path(sys.argv[1]), size)
