@@ -23,6 +23,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
 QWEN3_06B = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -33,16 +34,21 @@ QWEN3_06B = {
 
 
 def make_model(directory: Path, *, vocab_size: int, head_dim: int, shape: dict[str, int]) -> Path:
-    """A random Qwen3 in bf16 with a byte tokenizer."""
+    """A random Qwen3 in bf16 with a byte tokenizer; a Qwen3 MoE where the shape has experts."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size, head_dim=head_dim, tie_word_embeddings=True, max_position_embeddings=4096, **shape
+    config = AutoConfig.for_model(
+        "qwen3_moe" if "num_experts" in shape else "qwen3",
+        vocab_size=vocab_size,
+        head_dim=head_dim,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        **shape,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -97,24 +103,25 @@ def numbers(log: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in log]
 
 
-def check_numbers(check: Check, model: Path, pairs: Path, device: str) -> None:
-    for loss in ("dpo", "rm"):
+def check_numbers(check: Check, model: Path, pairs: Path, device: str, *, losses: tuple[str, ...]) -> None:
+    for loss in losses:
+        name = f"{model.name} {loss}"
         base = ["--loss-type", loss, "--hf-checkpoint", str(model), "--prompt-data", str(pairs), "--global-batch-size", "8"]
         base += ["--lr", "1e-4", "--max-tokens-per-gpu", "2048", "--num-rollout", "4"]
-        one = check.train(f"{loss}-cpu", *base, "--no-bf16", "--device", "cpu")
-        other = check.train(f"{loss}-device", *base, "--no-bf16", "--device", device)
+        one = check.train(f"{name}-cpu", *base, "--no-bf16", "--device", "cpu")
+        other = check.train(f"{name}-device", *base, "--no-bf16", "--device", device)
         keys = (f"train/{loss}/loss", "train/grad_norm")
         worst = max(abs(a[k] - b[k]) / abs(a[k]) for a, b in zip(one, other, strict=True) for k in keys)
-        check.tell(f"{loss}: fp32 loss and gradient norm of four steps, relative to the CPU", worst < 2e-3, worst)
-        save = ["--load", str(check.directory / loss), "--save", str(check.directory / loss), "--device", device]
-        whole = check.train(f"{loss}-whole", *base, "--device", device)
+        check.tell(f"{name}: fp32 loss and gradient norm of four steps, relative to the CPU", worst < 2e-3, worst)
+        save = ["--load", str(check.directory / name), "--save", str(check.directory / name), "--device", device]
+        whole = check.train(f"{name}-whole", *base, "--device", device)
         if loss == "dpo":
             value = whole[0]["train/dpo/loss"]
-            check.tell("dpo: bf16 loss of step 1 is ln 2", value == math.log(2), value)
-        check.train(f"{loss}-part", *base[:-1], "2", *save, "--lr-decay-style", "constant")
-        resumed = check.train(f"{loss}-part", *base, *save, "--lr-decay-style", "constant")
-        straight = check.train(f"{loss}-constant", *base, "--device", device, "--lr-decay-style", "constant")
-        check.tell(f"{loss}: resumed equals uninterrupted, bit for bit", numbers(resumed) == numbers(straight), "")
+            check.tell(f"{name}: bf16 loss of step 1 is ln 2", value == math.log(2), value)
+        check.train(f"{name}-part", *base[:-1], "2", *save, "--lr-decay-style", "constant")
+        resumed = check.train(f"{name}-part", *base, *save, "--lr-decay-style", "constant")
+        straight = check.train(f"{name}-constant", *base, "--device", device, "--lr-decay-style", "constant")
+        check.tell(f"{name}: resumed equals uninterrupted, bit for bit", numbers(resumed) == numbers(straight), "")
 
 
 def check_speed(check: Check, model: Path, pairs: Path, device: str, *, batch: int) -> None:
@@ -140,8 +147,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         check = Check(directory)
-        tiny = make_model(directory / "tiny", vocab_size=1000, head_dim=64, shape=TINY)
-        check_numbers(check, tiny, make_pairs(directory / "a.jsonl", count=32, prompt=80, answer=60), args.device)
+        tiny = make_model(directory / "dense", vocab_size=1000, head_dim=64, shape=TINY)
+        experts = make_model(directory / "experts", vocab_size=1000, head_dim=64, shape={**TINY, **EXPERTS})
+        few = make_pairs(directory / "a.jsonl", count=32, prompt=80, answer=60)
+        check_numbers(check, tiny, few, args.device, losses=("dpo", "rm"))
+        check_numbers(check, experts, few, args.device, losses=("dpo",))
         large = tiny if args.small else make_model(directory / "large", vocab_size=151_936, head_dim=128, shape=QWEN3_06B)
         batch = 2 if args.small else 32
         speed_pairs = make_pairs(directory / "b.jsonl", count=8 * batch, prompt=500, answer=500)
