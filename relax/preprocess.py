@@ -69,7 +69,13 @@ def build_parser() -> Parser:
     group.text("--tokenizer-name-or-path", None, "directory of the tokenizer (required)", metavar="DIR")
     group.choice("--tokenizer-type", ["PretrainedFromHF", "HuggingFaceTokenizer"], "PretrainedFromHF", "two names of one kind")
     group.text("--prompt-type", "auto", "chat template: auto is the tokenizer's own, others by name", metavar="NAME")
-    group.other("--prompt-type-path", type=Path, default=TEMPLATES, metavar="FILE", help="JSON file of named templates")
+    group.other(
+        "--prompt-type-path",
+        type=Path,
+        default=TEMPLATES,
+        metavar="FILE",
+        help="named templates (default: configs/model/templates.json)",
+    )
     group.choice("--enable-thinking", list(THINKING), "none", "for templates that read it; none leaves it out")
     group = Group(parser, "output")
     group.text("--output-prefix", None, "files are named PREFIX_packed_FIELD_document.{bin,idx} (required)", metavar="PREFIX")

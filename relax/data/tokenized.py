@@ -1,7 +1,8 @@
 """Tokenized prefixes: rows of token ids and labels -> pairs.
 
 A row's labels are its ids where they are trained on and -100 elsewhere: over the prompt, and over what the template
-writes behind the end token, which a policy is not trained on and a reward model reads. So one file serves both.
+writes behind the end token, which a policy is not trained on and a reward model reads. So one file serves both. Where a
+template writes no end token, the one that the pipeline adds is in the file, and a reward model reads it too.
 
 Invariants: a pair that was written is read back as the same `PairIds`; labels that are not the ids under which they
 stand are refused as `schema`; the two sides' prompts are equal or the row is refused as `prompt_mismatch`. The format

@@ -325,6 +325,13 @@ def test_a_damaged_entry_is_written_again(tmp_path: Path, tokenizer_dir: Path):
         assert load(path, tokenizer_dir).fingerprint == fingerprint
 
 
+def test_what_a_killed_process_left_in_the_cache_is_removed(tmp_path: Path, tokenizer_dir: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "cache" / f".{'0' * 64}.{'1' * 32}.partial").mkdir(parents=True)
+    load(path, tokenizer_dir)
+    assert [entry.name[0] == "." for entry in entries(tmp_path / "cache")] == [False]
+
+
 def test_the_first_of_two_writers_wins(tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     publish = dataset.EntryWriter.publish
