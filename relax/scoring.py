@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from relax.backend import indexed
 from relax.backend.device import is_main_rank, select_device
 from relax.backend.engine import Engine
 from relax.backend.model import Head, read_hf_config
 from relax.backend.parallel import agree, initialize, main_rank_first, shutdown
 from relax.batches import Batches
 from relax.data import DataReport, PairDataset, load_pairs
-from relax.data.sources import expand_paths, read_chunks
+from relax.data.pipeline import read_files
+from relax.data.sources import expand_paths
 from relax.errors import UserError
 from relax.loss_flags import build_loss, settle_loss
 from relax.losses import Loss, RewardModel
@@ -104,6 +106,7 @@ def _read(args: argparse.Namespace, *, head: Head) -> PairDataset:
             cache_dir=args.data_cache_dir,
             num_workers=args.num_workers,
             title="score",
+            indexed=indexed,
         )
     )
     unused = {name: rows for name, rows in dataset.report.unused_columns.items() if name != args.subset_key}
@@ -118,15 +121,13 @@ def _lines(args: argparse.Namespace, report: DataReport) -> list[Line]:
     dropped = {row: code for code, rejections in report.rejected.items() for row in rejections.rows}
     files = expand_paths(args.prompt_data)
     lines = []
-    for index, path in enumerate(files):
-        for chunk in read_chunks(path, file=index):
-            for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
-                facts = {"file": str(path), "row": number} if len(files) > 1 else {"row": number}
-                name, subset = (
-                    _value(row, asked, usual) for asked, usual in ((args.pair_id_key, IDS), (args.subset_key, SUBSETS))
-                )
-                facts |= {key: value for key, value in (("id", name), ("subset", subset)) if value is not None}
-                lines.append(Line(facts, "" if subset is None else str(subset), dropped.get((index, number))))
+    for chunk in read_files(files, indexed=indexed):
+        for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
+            facts = {"file": str(files[chunk.file]), "row": number} if len(files) > 1 else {"row": number}
+            pair_id, subset = _value(row, args.pair_id_key, IDS), _value(row, args.subset_key, SUBSETS)
+            facts |= {key: value for key, value in (("id", pair_id), ("subset", subset)) if value is not None}
+            code = dropped.get((chunk.file, number))
+            lines.append(Line(facts, "" if subset is None else str(subset), code))
     if args.subset_key and not any(line.subset for line in lines):
         raise UserError(f"--subset-key {args.subset_key}: no row has a value there")
     return lines

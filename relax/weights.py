@@ -12,10 +12,11 @@ from typing import Any
 
 from relax.backend.checkpoint import CheckpointInfo, find_checkpoint, load_checkpoint
 from relax.backend.engine import Engine
-from relax.backend.model import Head
+from relax.backend.model import Head, HFConfig
 from relax.backend.state import load_model_state, load_training_state, model_state, training_state
 from relax.backend.tensor_files import TensorFiles
-from relax.backend.weights import SCORE, initialize_score, load_hf_weights, weight_hashes
+from relax.backend.weight_table import SCORE
+from relax.backend.weights import initialize_score, load_hf_weights, weight_hashes
 from relax.errors import UserError
 
 
@@ -66,7 +67,7 @@ def head_of(info: CheckpointInfo) -> Head:
 
 def load_weights(engine: Engine, info: CheckpointInfo, *, seed: int) -> None:
     """Only the model's weights, from a Megatron checkpoint."""
-    check_vocabulary_rows(engine, info)
+    check_vocabulary_rows(engine.hf_config, info)
     head, state = engine.loss.head, model_state(engine)
     if info.head == "scalar" and head == "lm":
         raise UserError(f"{info.where}: a reward model's checkpoint; a policy needs one with an output layer")
@@ -79,12 +80,12 @@ def load_weights(engine: Engine, info: CheckpointInfo, *, seed: int) -> None:
         initialize_score(engine.chunks, engine.hf_config, seed=seed)
 
 
-def check_vocabulary_rows(engine: Engine, info: CheckpointInfo) -> None:
+def check_vocabulary_rows(config: HFConfig, info: CheckpointInfo) -> None:
     """Padding of the vocabulary may differ between layouts, but every real token needs its row."""
-    if info.vocab_rows is not None and info.vocab_rows < engine.hf_config.vocab_size:
+    if info.vocab_rows is not None and info.vocab_rows < config.vocab_size:
         raise UserError(
             f"{info.where}: its vocabulary has {info.vocab_rows} rows, but --hf-checkpoint has "
-            f"{engine.hf_config.vocab_size} tokens; they do not belong together"
+            f"{config.vocab_size} tokens; they do not belong together"
         )
 
 
@@ -185,7 +186,7 @@ def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, 
     ):
         if wanted and not present:
             raise UserError(f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune")
-    check_vocabulary_rows(engine, info)
+    check_vocabulary_rows(engine.hf_config, info)
     distributed = info.run.get("arguments", {}).get("use_distributed_optimizer", engine.distributed_optimizer)
     if optimizer and distributed != engine.distributed_optimizer:
         raise UserError(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -26,15 +27,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from relax.backend.checkpoint_files import RELEASE, TRACKER, iteration_name, iterations, unfinished
 from relax.backend.checkpoint_format import (
     CONFIG,
-    REFUSAL,
-    Incomplete,
     read_common,
     read_config,
-    read_metadata,
     read_shards,
-    tensor_sizes,
     without_objects,
 )
+from relax.backend.checkpoint_metadata import REFUSAL, Incomplete, read_metadata, tensor_dtype, tensor_sizes
 from relax.backend.checkpoint_store import CheckpointStore, save_checkpoint
 from relax.backend.device import is_main_rank
 from relax.backend.parallel import agree
@@ -53,7 +51,7 @@ class CheckpointInfo:
     run: relax_run.json, {} for a checkpoint made elsewhere, whose plain values are not read. reference:
     relax_dpo_reference.json. head: "lm", "scalar", "value" (a PPO critic's), or None where no tensor tells: a language
     model made elsewhere whose output layer is its embedding, or a model without a head. vocab_rows: of its embedding,
-    padding included. flag: the one that named it.
+    padding included. dtype: the narrowest that holds the model's tensors as they are. flag: the one that named it.
     """
 
     path: Path
@@ -64,6 +62,7 @@ class CheckpointInfo:
     has_rng: bool
     head: str | None
     vocab_rows: int | None
+    dtype: torch.dtype
     flag: str = "--load"
 
     @property
@@ -186,7 +185,8 @@ def _say_nothing_there(directory: Path, candidates: dict[int, Path], *, where: s
 def _inspect(path: Path, *, step: int) -> CheckpointInfo:
     """What a checkpoint holds. Incomplete where it is not whole, UserError where reading it could run code."""
     read_config(path)
-    sizes = tensor_sizes(read_metadata(path))
+    metadata = read_metadata(path)
+    sizes = tensor_sizes(metadata)
     run = _read_json(path / RUN) or {}
     common = read_common(path) if run else {}
     return CheckpointInfo(
@@ -198,6 +198,7 @@ def _inspect(path: Path, *, step: int) -> CheckpointInfo:
         has_rng="rng" in common or any(key.startswith("rng") for key in sizes),
         head=_head(sizes, run),
         vocab_rows=(sizes.get(EMBEDDING) or (None,))[0],
+        dtype=tensor_dtype(metadata, {key for key in sizes if not _is_optimizer(key)}),
     )
 
 

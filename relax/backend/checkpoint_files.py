@@ -1,7 +1,8 @@
 """Names inside a checkpoint directory, and writes that survive a kill or a power cut.
 
-    DIRECTORY/latest_checkpointed_iteration.txt   the tracker: a step, or "release" (Megatron's weights without a step)
+    DIRECTORY/latest_checkpointed_iteration.txt   the tracker: a step, or "release"
     DIRECTORY/iter_0000050/                       a checkpoint, whole since the moment it got this name
+    DIRECTORY/release/                            Megatron's name for weights of no step, which we count as step 0
     DIRECTORY/.iter_0000050.tmp/                  being written or being deleted: never read, removed by the next save
     DIRECTORY/.iter_0000050.old/                  the former iter_0000050 while a new one takes its name
 
@@ -20,8 +21,8 @@ _ITERATION = re.compile(r"(\.?)iter_(\d{7,})(\.old)?")
 
 
 def iteration_name(step: int) -> str:
-    """The directory's name of a step: iter_0000050."""
-    return f"iter_{step:07d}"
+    """The directory's name of a step: iter_0000050, or release for step 0."""
+    return f"iter_{step:07d}" if step else RELEASE
 
 
 def aside(path: Path) -> Path:
@@ -46,7 +47,7 @@ def iterations(directory: Path) -> dict[int, Path]:
 
 def unfinished(directory: Path) -> list[Path]:
     """What saves and deletions that were cut short left behind."""
-    return sorted(path for path in directory.glob(".iter_*.tmp"))
+    return sorted((*directory.glob(".iter_*.tmp"), *directory.glob(f".{RELEASE}.tmp")))
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -5,19 +5,19 @@ megatron's own writer spawns a manager process (seconds on the first save) and f
 reader are used here on megatron's sharded tensors, so that the files are the same.
 
 Invariants:
-- `.metadata` is read through an unpickler that admits the classes of metadata alone; `common.pt` and tensors load with
-  `weights_only=True`. Each file is read once: nothing reads it again without these limits.
+- `common.pt` and tensors load with `weights_only=True`, `.metadata` as `checkpoint_metadata` says. Each file is read once:
+  nothing reads it again without these limits.
 - Sharded state is tensors only, on disk and in memory.
 - A rank that fails to write reports it: errors are returned to the caller in its own process.
 """
 
-import enum
 import io
 import json
 import pickle
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,27 +33,20 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from relax.backend.checkpoint_metadata import REFUSAL, Incomplete
 from relax.errors import UserError
 
-COMMON, CONFIG, METADATA = "common.pt", "metadata.json", ".metadata"
-REFUSAL = "a checkpoint needs no such thing, and loading it could run code; relax refuses to read it"
+COMMON, CONFIG = "common.pt", "metadata.json"
 CONFIG_CONTENT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-
-
-class Incomplete(Exception):
-    """A directory that is no whole checkpoint; `finished` tells damage to a saved one from a save cut short."""
-
-    def __init__(self, reason: str, *, finished: bool = True) -> None:
-        super().__init__(reason)
-        self.finished = finished
+Content = Callable[[torch.Tensor], torch.Tensor]
 
 
 def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -86,20 +79,23 @@ def pack_common(plain: dict[str, Any]) -> bytes:
 class ShardWriter:
     """Writes one checkpoint's sharded tensors: made on all ranks, `write` on each, `finish` on rank 0.
 
-    `snapshot` copies the tensors, so that training may go on while `write` runs in a thread.
+    `snapshot` copies the tensors, so that training may go on while `write` runs in a thread. `content` gives each tensor's
+    bytes when its turn comes, for tensors that have none (on the meta device).
     """
 
-    def __init__(self, tensors: dict[str, Any], directory: Path, *, snapshot: bool) -> None:
+    def __init__(
+        self, tensors: dict[str, Any], directory: Path, *, snapshot: bool = False, content: Content | None = None
+    ) -> None:
         shards: dict[str, list[ShardedTensor]] = defaultdict(list)
         for shard in nested_values(tensors):
             if is_main_replica(shard.replica_id):
                 if snapshot:
                     shard.data = shard.data.detach().to("cpu", copy=True)
-                shards[shard.key].append(shard)
+                shards[shard.key].append(_with_all_axes(shard))
         # One thread: torch loses the errors of the others. Copying ahead from a background thread would wake GPU 0.
         ahead = 0 if snapshot else 10_000_000  # bytes; torch's default
         self._writer = dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=ahead)
-        self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._planner = _SavePlanner(content)
         rank, coordinates = dist.get_rank(), dist.get_rank() == 0
         self._planner.set_up_planner(mcore_to_pyt_state_dict(shards), is_coordinator=coordinates)
         self._writer.set_up_storage_writer(coordinates)
@@ -120,6 +116,18 @@ class ShardWriter:
         self._writer.finish(self._metadata, results)
 
 
+class _SavePlanner(MCoreSavePlanner):
+    """Tensors as they are, or as `content` gives them, one after another."""
+
+    def __init__(self, content: Content | None) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._content = content
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        return self._content(found) if self._content else found
+
+
 def read_shards(request: dict[str, Any], directory: Path, metadata: Metadata, *, where: str) -> None:
     """Read every sharded tensor of `request` and put the tensor [local shape] in its place. Collective.
 
@@ -127,7 +135,9 @@ def read_shards(request: dict[str, Any], directory: Path, metadata: Metadata, *,
     """
     shards: dict[str, list[ShardedTensor]] = defaultdict(list)
     for shard in nested_values(request):
-        shards[shard.key].append(shard)
+        if shard.data is None:
+            shard.init_data("cpu")
+        shards[shard.key].append(_with_all_axes(shard))
     every = [shard for group in shards.values() for shard in group]
     planner = MCoreLoadPlanner(
         shapes_validation_sharded_tensors=[shard for shard in every if not shard.allow_shape_mismatch],
@@ -143,7 +153,14 @@ def read_shards(request: dict[str, Any], directory: Path, metadata: Metadata, *,
         rank, (cause, _) = next(iter(error.failures.items()))
         text = f"{where}: rank {rank} cannot read it ({type(cause).__name__}: {cause})"
         raise UserError(f"{text}; it is damaged or not made of tensors alone") from error
-    dict_list_map_inplace(lambda shard: shard.data.view(shard.local_shape), request)
+    dict_list_map_inplace(lambda shard: shard.data.detach().view(shard.local_shape), request)
+
+
+def _with_all_axes(shard: ShardedTensor) -> ShardedTensor:
+    """The shard in as many axes as its whole tensor has (that of all layers): only so may a rank hold some of them."""
+    first = (1,) * shard.prepend_axis_num
+    shape = first + tuple(shard.local_shape)
+    return replace(shard, data=shard.data.view(shape), local_shape=shape, prepend_axis_num=0)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -155,93 +172,6 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self) -> Metadata:
         return self._metadata
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """`.metadata`, whose files are all there in full. Incomplete where not, UserError where it asks for code."""
-    path = directory / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file, path).load()
-        files = _file_sizes(metadata)
-    except (UserError, FileNotFoundError) as error:
-        raise error if isinstance(error, UserError) else Incomplete(f"it has no {METADATA}") from None
-    except Exception as error:  # unpickling damaged bytes raises nearly anything
-        raise Incomplete(f"its {METADATA} cannot be read ({type(error).__name__}: {error})") from None
-    for name, size in files.items():
-        if Path(name).name != name:
-            raise UserError(f"{path} names a file outside the checkpoint: {name!r}; refusing to read it")
-        if not (directory / name).is_file():
-            raise Incomplete(f"its file {name} is missing")
-        if (actual := (directory / name).stat().st_size) < size:
-            raise Incomplete(f"its file {name} has {actual} bytes of {size}")
-    return metadata
-
-
-def _file_sizes(metadata: Metadata) -> dict[str, int]:
-    """File name -> the bytes that its entries reach."""
-    sizes: dict[str, int] = defaultdict(int)
-    for entry in metadata.storage_data.values():
-        sizes[entry.relative_path] = max(sizes[entry.relative_path], entry.offset + entry.length)
-    return sizes
-
-
-def _member(owner: Any, name: str) -> Any:
-    """Python 3.11 pickles members of an enumeration as `getattr(owner, name)`; nothing else is looked up."""
-    if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
-        raise pickle.UnpicklingError(f"getattr on {owner!r}")
-    return owner[name]
-
-
-def _path(*parts: str) -> str:
-    return "/".join(parts)
-
-
-_ADMITTED: dict[str, tuple[str, ...]] = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.distributed.checkpoint.planner": (
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-        "BytesIOWriteData",
-    ),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
-    "collections": ("OrderedDict",),
-}
-_STAND_INS: dict[str, Callable[..., Any]] = {
-    "builtins.getattr": _member,
-    "__builtin__.getattr": _member,
-    "pathlib.Path": _path,
-    "pathlib.PosixPath": _path,
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BufferedReader, path: Path) -> None:
-        super().__init__(file)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" in _STAND_INS:
-            return _STAND_INS[f"{module}.{name}"]
-        if name in _ADMITTED.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise UserError(f"{self._path} asks for {module}.{name}: {REFUSAL}")
 
 
 def read_config(directory: Path) -> None:
@@ -285,14 +215,6 @@ def _load_plain(file: IO[bytes]) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
     finally:
         torch.serialization.add_safe_globals(registered)
-
-
-def tensor_sizes(metadata: Metadata) -> dict[str, tuple[int, ...] | None]:
-    """Key -> global shape of every sharded entry; None for bytes."""
-    return {
-        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:

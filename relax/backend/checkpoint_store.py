@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
 from relax.backend.checkpoint_files import (
+    RELEASE,
     TRACKER,
     aside,
     discard,
@@ -38,6 +39,7 @@ from relax.backend.checkpoint_format import (
     COMMON,
     CONFIG,
     CONFIG_CONTENT,
+    Content,
     ShardWriter,
     json_bytes,
     pack_common,
@@ -89,18 +91,25 @@ class CheckpointStore:
         agree(lock if is_main_rank() else None)
 
     def save_checkpoint(
-        self, *, step: int, state: dict[str, Any], files: dict[str, dict[str, Any]], async_save: bool = False
+        self,
+        *,
+        step: int,
+        state: dict[str, Any],
+        files: dict[str, dict[str, Any]],
+        async_save: bool = False,
+        content: Content | None = None,
     ) -> None:
         """Save `state` (megatron's sharded tensors, and plain values) with JSON `files` (name -> content) as `step`.
 
         A step that exists is replaced. With `async_save` it returns once the tensors are copied; the checkpoint becomes
         visible in a later `finish_pending`. UserError where the directory cannot be written. `state` is used up.
+        `content`: see `ShardWriter`.
         """
         self.finish_pending(blocking=True)
         final = self.directory / iteration_name(step)
         self._together(step, (lambda: self._make_room(final)) if is_main_rank() else None)
         tensors, plain = split_state(state)
-        writer = ShardWriter(tensors, aside(final), snapshot=async_save)
+        writer = ShardWriter(tensors, aside(final), snapshot=async_save, content=content)
         contents = {name: json_bytes(content) for name, content in files.items()}
         small = {COMMON: pack_common(plain), **contents, CONFIG: json_bytes(CONFIG_CONTENT)}
         future = self._background().submit(writer.write) if async_save else None
@@ -144,7 +153,7 @@ class CheckpointStore:
             write_file(aside(final) / name, content)
         save.writer.finish(results)
         publish(aside(final), final)
-        replace_file(self.directory / TRACKER, str(save.step).encode())
+        replace_file(self.directory / TRACKER, str(save.step or RELEASE).encode())
 
     def _prune(self, newest: Path) -> None:
         """Delete all but the `keep` latest checkpoints, the newest one being the one just saved whatever its step."""

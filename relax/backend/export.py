@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -55,15 +56,16 @@ def export_hf(
     details = [f"- base model: {source.resolve().name}"]
     details += [f"- loss: {loss_type}"] if loss_type is not None else []
     details += [f"- step: {step}"] if step is not None else []
+    made = "Converted by" if loss_type is None else "Trained on preference pairs with"
 
     def work() -> None:
         try:
             if is_main_rank():
                 with _replacing(output, source=source) as directory:
                     write_tensors(directory, ((name, tensor) for name, tensor in tensors if tensor is not None))
-                    _write_rest(directory, chunks[0], config, source=source, details=details)
+                    _write_rest(directory, chunks[0], config, source=source, made=made, details=details)
         finally:
-            for _ in tensors:  # every rank gathers to the end, also behind an error
+            for _ in tensors if dist.get_world_size() > 1 else ():  # every rank gathers to the end, also behind an error
                 pass
 
     agree(work)
@@ -100,7 +102,9 @@ def _replacing(output: Path, *, source: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _write_rest(directory: Path, model: PreferenceModel, config: HFConfig, *, source: Path, details: list[str]) -> None:
+def _write_rest(
+    directory: Path, model: PreferenceModel, config: HFConfig, *, source: Path, made: str, details: list[str]
+) -> None:
     """Everything but the weights."""
     scalar = model.head == "scalar"
     for file in sorted({file for pattern in _COPIED for file in source.glob(pattern) if file.is_file()}):
@@ -122,7 +126,7 @@ def _write_rest(directory: Path, model: PreferenceModel, config: HFConfig, *, so
         shutil.copyfile(source / "generation_config.json", directory / "generation_config.json")
     exported.save_pretrained(directory)
     kind, auto = ("Reward model", "SequenceClassification") if scalar else ("Policy", "CausalLM")
-    text = f"# {kind}\n\nTrained on preference pairs with relax. Load it with `AutoModelFor{auto}.from_pretrained`.\n\n"
+    text = f"# {kind}\n\n{made} relax. Load it with `AutoModelFor{auto}.from_pretrained`.\n\n"
     head = f"---\nlibrary_name: transformers\n{_CARD_TAG}---\n\n"
     (directory / "README.md").write_text(head + text + "\n".join(details) + "\n", encoding="utf-8")
 

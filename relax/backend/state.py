@@ -15,7 +15,7 @@ from relax.backend.optimizer import load_optimizer, schedule_changes
 def model_state(engine: Engine) -> dict[str, Any]:
     """megatron's sharded tensors of the model, under names that no parallel layout changes."""
     with on_device(engine.device):
-        chunks = [chunk.sharded_state_dict(metadata=_metadata()) for chunk in engine.chunks]
+        chunks = [chunk.sharded_state_dict(metadata=sharding_metadata()) for chunk in engine.chunks]
     return {f"chunk{i}": state for i, state in enumerate(chunks)}
 
 
@@ -31,7 +31,9 @@ def training_state(engine: Engine, *, step: int, optimizer: bool, rng: bool, loa
     state: dict[str, Any] = {"model": model_state(engine), "step": step}
     if optimizer:
         with on_device(engine.device):
-            state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=_metadata())
+            state["optimizer"] = engine.optimizer.sharded_state_dict(
+                state["model"], is_loading=loading, metadata=sharding_metadata()
+            )
         state["scheduler"] = engine.scheduler.state_dict()
     if rng:
         state["rng"] = _random_states()
@@ -55,7 +57,8 @@ def load_training_state(engine: Engine, state: dict[str, Any]) -> list[str]:
     return changes
 
 
-def _metadata() -> dict[str, Any]:
+def sharding_metadata() -> dict[str, Any]:
+    """What megatron's `sharded_state_dict` must be told."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -1,11 +1,13 @@
 """A Hugging Face directory's safetensors files: read slice by slice, written in shards.
 
 Tensors come by name from `model.safetensors` or from the files its index names. A read touches the bytes of its slice
-alone. Nothing pickled is ever opened.
+alone, and one file at a time is mapped into memory. Nothing pickled is ever opened.
 """
 
+import functools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +17,55 @@ from safetensors.torch import save_file
 
 from relax.errors import UserError
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor lies, and what its file's header says of it."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
 
 class TensorFiles:
     """The tensors of a directory's safetensors files, read slice by slice."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files: dict[str, Any] = {}
+        self._stored: dict[str, _Stored] = {}
         for path in _weight_files(directory):
-            try:
-                file = safe_open(path, framework="pt")
-                self._files.update(dict.fromkeys(file.keys(), file))
-            except FileNotFoundError:
-                raise UserError(f"{path}: named in the index but absent; copy the checkpoint again, whole") from None
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path}: unreadable or cut short ({error}); copy the checkpoint again, whole") from None
+            file = _opened(path)
+            for name in list(file.keys()):
+                view = file.get_slice(name)
+                self._stored[name] = _Stored(path, tuple(view.get_shape()), view.get_dtype())
+        self._mapped: tuple[Path, Any] | None = None
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._stored
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds every tensor as it is."""
+        found = [DTYPES[stored.dtype] for stored in self._stored.values() if stored.dtype in DTYPES]
+        return functools.reduce(torch.promote_types, found or [torch.float32])
 
     def check(self, expected: dict[str, tuple[int, ...]], *, ignored: set[str]) -> None:
         """UserError unless the tensors are `expected` (name -> shape) and floating point, `ignored` ones aside."""
         # Old Llama checkpoints keep the rotary table, which the config determines.
-        found = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")} - ignored
-        views = {name: self._files[name].get_slice(name) for name in expected if name in found}
+        found = {name for name in self._stored if not name.endswith("rotary_emb.inv_freq")} - ignored
+        stored = {name: self._stored[name] for name in expected if name in found}
         problems = {
             "missing": [name for name in expected if name not in found],
             "unexpected": sorted(found - expected.keys()),
             "wrong shape": [
-                f"{name} {view.get_shape()} (the config says {list(expected[name])})"
-                for name, view in views.items()
-                if tuple(view.get_shape()) != expected[name]
+                f"{name} {list(tensor.shape)} (the config says {list(expected[name])})"
+                for name, tensor in stored.items()
+                if tensor.shape != expected[name]
             ],
             "not floating point (quantized? save it dequantized)": [
-                f"{name} {view.get_dtype()}"
-                for name, view in views.items()
-                if view.get_dtype() not in ("F64", "F32", "F16", "BF16")
+                f"{name} {tensor.dtype}" for name, tensor in stored.items() if tensor.dtype not in DTYPES
             ],
         }
         told = [
@@ -63,12 +78,25 @@ class TensorFiles:
 
     def read(self, name: str, *, axis: int | None, first: int, size: int) -> torch.Tensor:
         """Of a tensor [first, first + size) along `axis` (0 or 1), as much of it as there is; everything for None."""
-        view = self._files[name].get_slice(name)
-        shape = view.get_shape()
+        path, shape = self._stored[name].path, self._stored[name].shape
+        if self._mapped is None or self._mapped[0] != path:
+            self._mapped = None  # unmapped before the next one is mapped
+            self._mapped = (path, _opened(path))
+        view = self._mapped[1].get_slice(name)
         if axis is None:
             return view[:]
         span = slice(min(first, shape[axis]), min(first + size, shape[axis]))
         return view[span] if axis == 0 else view[:, span]
+
+
+def _opened(path: Path) -> Any:
+    """A safetensors file, its header read."""
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise UserError(f"{path}: named in the index but absent; copy the checkpoint again, whole") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: unreadable or cut short ({error}); copy the checkpoint again, whole") from None
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -92,10 +92,10 @@ class Entry:
     shapes: tuple[tuple[int, ...], ...]
     expert: int | None = None
 
-    def view(self, chunk: PreferenceModel) -> torch.Tensor:
-        """This rank's shard; of an expert that lives elsewhere, one of its own."""
-        parameter = chunk.get_parameter(self.parameter).detach()
-        return parameter if self.expert is None else parameter[self.expert % parameter.size(0)]
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's shard in its parameter; of an expert that lives elsewhere, one of its own."""
+        own = parameter.detach()
+        return own if self.expert is None else own[self.expert % own.size(0)]
 
     @property
     def group(self) -> dist.ProcessGroup:

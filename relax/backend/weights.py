@@ -37,30 +37,36 @@ def load_hf_weights(chunks: Sequence[PreferenceModel], directory: Path, config: 
 
 
 def _load(chunks: Sequence[PreferenceModel], plan: list[Entry], source: TensorFiles, config: HFConfig, *, seed: int) -> None:
-    scalar = chunks[0].head == "scalar"
-    expected = {name: shape for entry in plan for name, shape in zip(entry.names, entry.shapes, strict=True)}
-    if scalar and SCORE not in source:
-        del expected[SCORE]
+    if chunks[0].head == "scalar" and SCORE not in source:
+        plan = [entry for entry in plan if entry.names != (SCORE,)]
         initialize_score(chunks, config, seed=seed)
-    source.check(expected, ignored={LM_HEAD} if scalar or config.tie_word_embeddings else set())
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+    check_source(source, plan, chunks[0], config)
     for entry in plan:
-        if entry.stage != stage or entry.names[0] not in expected:
-            continue
-        chunk, axis = chunks[entry.chunk], SPLIT_AXIS[entry.kind]
-        holders = entry.holders(chunk.config)
-        rank = 0 if axis is None else entry.group.rank() - holders.start
-        if rank not in range(len(holders)):
-            continue
-        parts = parts_of(entry.view(chunk), entry.kind, chunk.config)
-        for name, part in zip(entry.names, parts, strict=True):
-            size = 0 if axis is None else part.flatten(0, 1).size(axis)
-            piece = source.read(name, axis=axis, first=rank * size, size=size)
-            rows = piece.size(0) // part.size(0)
-            part[:, :rows].copy_(piece.unflatten(0, (part.size(0), rows)))
-            part[:, rows:].zero_()  # the vocabulary's padding
-            if name == EMBEDDING and not scalar and config.tie_word_embeddings and LM_HEAD in source:
-                _refuse_other(source, piece, source.read(LM_HEAD, axis=axis, first=rank * size, size=size))
+        if entry.stage == parallel_state.get_pipeline_model_parallel_rank():
+            chunk = chunks[entry.chunk]
+            fill(chunk.get_parameter(entry.parameter), entry, source, chunk, config)
+
+
+def check_source(source: TensorFiles, plan: list[Entry], model: PreferenceModel, config: HFConfig) -> None:
+    """UserError unless the files hold the plan's tensors, of their shapes, and no others."""
+    expected = {name: shape for entry in plan for name, shape in zip(entry.names, entry.shapes, strict=True)}
+    source.check(expected, ignored={LM_HEAD} if model.head == "scalar" or config.tie_word_embeddings else set())
+
+
+def fill(parameter: torch.Tensor, entry: Entry, source: TensorFiles, chunk: PreferenceModel, config: HFConfig) -> None:
+    """Copy this rank's shard of the entry's tensors into its parameter of `chunk`, or into a tensor of that shape."""
+    axis, holders = SPLIT_AXIS[entry.kind], entry.holders(chunk.config)
+    rank = 0 if axis is None else entry.group.rank() - holders.start
+    if rank not in range(len(holders)):
+        return
+    for name, part in zip(entry.names, parts_of(entry.view(parameter), entry.kind, chunk.config), strict=True):
+        size = 0 if axis is None else part.flatten(0, 1).size(axis)
+        piece = source.read(name, axis=axis, first=rank * size, size=size)
+        rows = piece.size(0) // part.size(0)
+        part[:, :rows].copy_(piece.unflatten(0, (part.size(0), rows)))
+        part[:, rows:].zero_()  # the vocabulary's padding
+        if name == EMBEDDING and chunk.head == "lm" and config.tie_word_embeddings and LM_HEAD in source:
+            _refuse_other(source, piece, source.read(LM_HEAD, axis=axis, first=rank * size, size=size))
 
 
 def _refuse_other(source: TensorFiles, embedding: torch.Tensor, output: torch.Tensor) -> None:
@@ -127,7 +133,7 @@ def _collect(chunks: Sequence[PreferenceModel], entry: Entry) -> Sequence[torch.
 
 def _gather(chunk: PreferenceModel, entry: Entry) -> list[torch.Tensor] | None:
     """The entry's whole tensors on its group's first rank, None on the others."""
-    own, group, axis = entry.view(chunk), entry.group, SPLIT_AXIS[entry.kind]
+    own, group, axis = entry.view(chunk.get_parameter(entry.parameter)), entry.group, SPLIT_AXIS[entry.kind]
     holders = entry.holders(chunk.config)
     if group.rank():
         if group.rank() in holders:

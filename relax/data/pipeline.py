@@ -68,7 +68,7 @@ def tokenize_files(
     tokenize = ChunkTokenizer(tokenizer, scans=scans, options=options)  # the self-check, before any process starts
     num_rows = sum(scan.num_rows for scan in scans if not scan.tokenized)
     results = tokenize_chunks(
-        _chunks(files, indexed),
+        read_files(files, indexed=indexed),
         tokenize,
         tokenizer_dir=tokenizer_dir,
         scans=scans,
@@ -87,7 +87,8 @@ def tokenize_files(
     return report
 
 
-def _chunks(files: Sequence[Path], indexed: IndexedFormat | None) -> Iterator[Chunk]:
+def read_files(files: Sequence[Path], *, indexed: IndexedFormat | None) -> Iterator[Chunk]:
+    """The rows of all files, in order; those of a tokenized prefix are lists of its fields."""
     for index, path in enumerate(files):
         yield from read_tokenized(path, indexed, file=index) if is_prefix(path) else read_chunks(path, file=index)
 

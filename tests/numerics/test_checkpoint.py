@@ -102,7 +102,15 @@ def test_layout_and_bits_of_a_checkpoint(tmp_path: Path):
     common = torch.load(path / "common.pt", weights_only=True)
     assert common["step"] == 50 and common["scheduler"] == {"num_steps": 50}
     assert found(tmp_path) == CheckpointInfo(
-        path=path, step=50, run=RUN, reference=reference, has_optimizer=True, has_rng=True, head="lm", vocab_rows=None
+        path=path,
+        step=50,
+        run=RUN,
+        reference=reference,
+        has_optimizer=True,
+        has_rng=True,
+        head="lm",
+        vocab_rows=None,
+        dtype=torch.bfloat16,
     )
     wanted = tensors(0.0)
     got = load_checkpoint(found(tmp_path), wanted | {"step": 0, "scheduler": {}, "rng": {}})
@@ -336,7 +344,15 @@ def test_megatrons_own_checkpoint_is_read_as_weights(tmp_path: Path):
     dist_checkpointing.save(state, str(path))
     info = found(tmp_path)
     assert info == CheckpointInfo(
-        path=path, step=0, run={}, reference=None, has_optimizer=False, has_rng=False, head="lm", vocab_rows=None
+        path=path,
+        step=0,
+        run={},
+        reference=None,
+        has_optimizer=False,
+        has_rng=False,
+        head="lm",
+        vocab_rows=None,
+        dtype=torch.float32,
     )
     asked = {"output_layer.weight": ShardedTensor.from_rank_offsets("output_layer.weight", torch.zeros(4, 2))}
     got = load_checkpoint(info, {"model": asked | {"extra": ShardedObject("layer._extra_state", None, (1,), (0,))}})
