@@ -1,0 +1,90 @@
+"""The documents: both READMEs say the same, and the code that they show runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax.data import formats, sources
+from relax.data.columns import SYNONYMS, resolve_columns
+from relax.data.options import DataOptions
+from relax.losses import PairScores
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(name: str, language: str | None = None) -> list[str]:
+    """The code blocks of a document, or those of one language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / name).read_text(encoding="utf-8"), re.M | re.S)
+    return [code for kind, code in found if language in (None, kind)]
+
+
+def headings(name: str) -> list[int]:
+    """The levels of its headings, in order."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [len(marks) for marks in re.findall(r"^(#+) ", text, re.M)]
+
+
+def tables(name: str) -> list[int]:
+    """The number of columns of every table row, in order."""
+    return [line.count("|") for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+
+
+def spelled(name: str) -> set[str]:
+    """Flags, files and names in code spans."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def files(name: str) -> list[str]:
+    """The files and directories of its map, in order."""
+    return re.findall(r"[\w*]+(?:\.py|\.sh|/)", "".join(blocks(name, "")))
+
+
+@pytest.mark.skipif(not (ROOT / "README.zh.md").exists(), reason="not translated yet")
+def test_both_readmes_have_the_same_parts() -> None:
+    """Headings, tables, names, files, and code up to its comments."""
+    english, chinese = "README.md", "README.zh.md"
+    for part in (headings, tables, spelled, files):
+        assert part(english) == part(chinese), part.__name__
+    for language in ("bash", "python"):
+        code, translated = ([re.sub(r" *# [^\n]*", "", text) for text in blocks(name, language)] for name in (english, chinese))
+        assert len(code) > 1 and code == translated
+
+
+def test_the_loss_of_the_readme_is_a_loss() -> None:
+    import torch
+
+    (code,) = (code for code in blocks("README.md", "python") if "class Mine" in code)
+    names: dict[str, Any] = {"__name__": "mine"}
+    exec(code, names)
+    loss = names["Mine"](strength=0.5)
+    scores = {side: torch.tensor([value]) for side, value in (("chosen", 3.0), ("rejected", 1.0))}
+    references = {f"ref_{side}": torch.zeros(1) for side in scores}
+    losses, metrics = loss(PairScores(**scores, **references))
+    assert losses.tolist() == [0.0] and tuple(metrics) == loss.metric_names and loss.needs_reference and loss.head == "lm"
+
+
+def test_the_reader_of_contributing_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _ = blocks("CONTRIBUTING.md", "python")
+    names = dict(vars(sources))
+    exec(code, names)
+    monkeypatch.setitem(sources.READERS, ".tsv", names["_tsv"])
+    file = tmp_path / "a.tsv"
+    file.write_text("prompt\tchosen\trejected\nQ\tyes\tno\n")
+    (chunk,) = sources.read_chunks(file, file=0)
+    assert list(chunk.numbers) == [2] and chunk.rows() == [{"prompt": "Q", "chosen": "yes", "rejected": "no"}]
+
+
+def test_the_row_format_of_contributing_reads_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, code = blocks("CONTRIBUTING.md", "python")
+    names = dict(vars(formats))
+    exec(code, names)
+    monkeypatch.setitem(SYNONYMS, "turns", ("context",))
+    monkeypatch.setitem(formats.READERS, "turns", names["_turns"])
+    monkeypatch.setitem(formats.FORMAT_PARTS, "turns", ("turns",))
+    row, options = {"context": ["a", "b", "c"], "chosen": "yes", "rejected": "no"}, DataOptions()
+    pair = formats.read_pair(row, name="turns", columns=resolve_columns(set(row), options=options, path="a"), options=options)
+    assert [(m["role"], m["content"]) for m in pair.history] == [("user", "a"), ("assistant", "b"), ("user", "c")]
+    assert (pair.chosen["content"], pair.rejected["content"]) == ("yes", "no")
