@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -53,7 +54,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], options: OptimizerOpt
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if options.distributed:
-            part.__class__ = PaddedDistributedOptimizer
+            part.__class__ = GatheringDistributedOptimizer
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group.update(fused=True, foreach=False)  # one pass over memory; megatron builds it without
@@ -104,34 +105,48 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         group.update(values)
 
 
-class PaddedDistributedOptimizer(DistributedOptimizer):
-    """megatron's distributed optimizer, whose state is saved from where it lies.
+STATES = ("param", "exp_avg", "exp_avg_sq")
 
-    megatron gathers the state without the padding between its buffer's buckets, then cuts each parameter's out at its place
-    with that padding: with several buckets (tied embeddings over pipeline stages, gradients reduced in overlap) a checkpoint
-    held shifted master weights and moments.
+
+class GatheringDistributedOptimizer(DistributedOptimizer):
+    """megatron's distributed optimizer, whose state is gathered for a checkpoint as it lies, and in one copy.
+
+    megatron gathers it without the padding between its buffer's buckets, then cuts each parameter's out at its place with that
+    padding: with several buckets (tied embeddings over pipeline stages, gradients reduced in overlap) a checkpoint held shifted
+    master weights and moments. It also keeps the whole on every rank, after eight copies.
     """
 
-    def get_parameter_state_dp_zero(self, *args: Any, **options: Any) -> Any:
-        state = super().get_parameter_state_dp_zero(*args, **options)
-        for index, buffer in enumerate(self.buffers if state else []):
-            for tensors in state[index].values():
-                for name, tensor in tensors.items():
-                    if torch.is_tensor(tensor) and tensor.numel() < buffer.numel:
-                        tensors[name] = _with_padding(tensor, buffer)
+    def get_parameter_state_dp_zero(self, *_: Any, empty_data: bool = False, **__: Any) -> dict[Any, Any]:
+        """Per buffer, its fp32 states [numel] on the CPU of the first data-parallel rank; with `empty_data` zeros on all."""
+        first = self.data_parallel_group.rank() == 0
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for index, buffer in enumerate(self.buffers):
+            ((dtype, ranges),) = self.gbuf_ranges[index].items()
+            device = "cpu" if first or empty_data else "meta"  # the others write nothing
+            whole = {name: torch.zeros(buffer.numel, dtype=torch.float32, device=device) for name in STATES}
+            for bucket, part in [] if empty_data else zip(buffer.buckets, ranges, strict=True):
+                for name in STATES:
+                    gathered = self._gather(name, bucket, part["param_map"])
+                    if first:
+                        whole[name][bucket.offset : bucket.offset + gathered.numel()] = gathered
+            state[index] = {dtype: whole}
         return state
 
+    def _gather(self, name: str, bucket: Any, own: dict[torch.nn.Parameter, dict[str, Any]]) -> torch.Tensor:
+        """A bucket's state [numel] on the group's first rank, from what each rank owns of it."""
+        group = self.data_parallel_group
+        shard = torch.zeros(bucket.grad_data.numel() // group.size(), dtype=torch.float32, device=bucket.grad_data.device)
+        for parameter, at in own.items():
+            place = at["gbuf_local"]
+            shard[place.start : place.end] = self._get_main_param_and_optimizer_states(parameter)[name]
+        if group.size() == 1:
+            return shard
+        parts = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
+        dist.gather(shard, parts, group=group, group_dst=0)
+        return torch.cat(parts) if parts else shard
 
-def _with_padding(tensor: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """What the buckets of `buffer` hold [numel_unpadded], at their places in it [numel]."""
-    padded = tensor.new_zeros(buffer.numel)
-    parts = tensor.split([bucket.numel_unpadded for bucket in buffer.buckets])
-    for bucket, part in zip(buffer.buckets, parts, strict=True):
-        padded[bucket.offset : bucket.offset + part.numel()] = part
-    return padded
 
-
-class TorchAdamDistributedOptimizer(PaddedDistributedOptimizer):
+class TorchAdamDistributedOptimizer(GatheringDistributedOptimizer):
     """megatron's distributed optimizer over torch's AdamW (no Transformer Engine or apex).
 
     torch keeps a `step` tensor per parameter, which megatron's sharded state does not expect: before the first step it
