@@ -4,6 +4,7 @@ Invariants:
 - A value out of range dies while parsing, in one message that names the flag, the rule and the value.
 - An unknown flag is an error that names the nearest known one; no flag may be shortened.
 - A `UserError` is printed once, on rank 0, without a traceback, and the process exits with code 2 on every rank.
+- A rank whose connection to another one broke says so in one line: the reason is that one's.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +25,9 @@ from typing import Any, NoReturn, TypeVar
 from relax.errors import UserError
 
 N = TypeVar("N", int, float)
+
+LOST = 3  # exit code of a rank whose connection to another one broke; `relax.launch` looks for the rank behind it
+BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
 
 
 def run_command(main: Callable[[], object]) -> None:
@@ -33,6 +38,14 @@ def run_command(main: Callable[[], object]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"relax: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except RuntimeError as error:
+        broken = [sign for sign in BROKEN if sign in str(error)]
+        if not broken:
+            raise
+        rank = os.environ.get("RANK", "0")
+        print(f"relax: rank {rank} stopped: another rank ended first ({broken[0]})", file=sys.stderr, flush=True)
+        time.sleep(1)  # the exit code that counts is the other one's: let it end first
+        os._exit(LOST)  # a broken process group cannot be taken down in order
     except KeyboardInterrupt:  # before the run listens for signals itself: nothing has been trained yet
         sys.exit(128 + signal.SIGINT)
 

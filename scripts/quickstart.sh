@@ -36,7 +36,8 @@ EVAL_INTERVAL=${EVAL_INTERVAL:-24}
 
 use_environment
 find_model HuggingFaceTB/SmolLM2-135M-Instruct main
-find_pairs quickstart/demo_train.jsonl quickstart/demo_eval.jsonl
+find_pairs quickstart/demo_train.jsonl quickstart/demo_eval.jsonl \
+    "python scripts/data/prepare_demo_pairs.py --output-dir quickstart"
 set_launcher
 
 MODEL_ARGS=(

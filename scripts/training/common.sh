@@ -4,8 +4,9 @@
 #   HF_CHECKPOINT                     model directory; or MODEL_DIR, which holds it, with MODEL_REVISION
 #   PROMPT_DATA, EVAL_PROMPT_DATA     pairs to train on and to evaluate on (empty: no evaluation)
 #   SAVE_DIR, EXP_NAME                checkpoints go to SAVE_DIR/EXP_NAME, logs to log/EXP_NAME*; the same command resumes
-#   NUM_GPUS                          processes on this node, one GPU each; 0 means one process on the CPU
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for more than one node
+#   NUM_GPUS                          processes on each node, one GPU each; 0 means one process on the CPU
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for more than one node: the same command on each, NODE_RANK 0 at MASTER_ADDR;
+#                                     ../entrypoint/slurm.sh and ../entrypoint/ray-job.sh set them
 #   NUM_ROLLOUT, GLOBAL_BATCH_SIZE, MAX_TOKENS_PER_GPU, LR, SAVE_INTERVAL, EVAL_INTERVAL
 
 fail() {
@@ -38,7 +39,8 @@ find_model() {
     [[ -e $HF_CHECKPOINT/config.json ]] || fail "HF_CHECKPOINT=$HF_CHECKPOINT has no config.json"
 }
 
-# find_pairs TRAIN EVAL: the defaults of PROMPT_DATA and EVAL_PROMPT_DATA; your own training pairs come without EVAL.
+# find_pairs TRAIN EVAL COMMAND: the defaults of PROMPT_DATA and EVAL_PROMPT_DATA, and what makes them; your own training pairs
+# come without EVAL.
 find_pairs() {
     local path
     if [[ -z ${PROMPT_DATA:-} ]]; then
@@ -47,12 +49,12 @@ find_pairs() {
     fi
     EVAL_PROMPT_DATA=${EVAL_PROMPT_DATA:-}
     for path in "$PROMPT_DATA" ${EVAL_PROMPT_DATA:+"$EVAL_PROMPT_DATA"}; do
-        [[ -e $path || -e ${path}_packed_chosen_input_ids_document.idx ]] || fail "no pairs at $path: set PROMPT_DATA and EVAL_PROMPT_DATA, or run" \
-            " python scripts/data/prepare_ultrafeedback_preferences.py --output-dir $(dirname "$1")"
+        [[ -e $path || -e ${path}_packed_chosen_input_ids_document.idx ]] ||
+            fail "no pairs at $path: set PROMPT_DATA and EVAL_PROMPT_DATA, or run $3"
     done
 }
 
-# set_launcher: LAUNCHER starts the trainer (torchrun where there are several processes), DEVICE_ARGS are its flags.
+# set_launcher: LAUNCHER starts the trainer (under torchrun where there are several processes), DEVICE_ARGS are its flags.
 set_launcher() {
     local nodes=${NNODES:-1} processes
     [[ $NUM_GPUS =~ ^[0-9]+$ ]] || fail "NUM_GPUS=$NUM_GPUS must be a whole number; 0 means CPU"
@@ -60,9 +62,14 @@ set_launcher() {
     DEVICE_ARGS=(--device "$( ((NUM_GPUS)) && echo cuda || echo cpu)")
     processes=$((NUM_GPUS ? NUM_GPUS : 1))
     LAUNCHER=(python)
+    if [[ ${LAUNCH_ON:-} == ray ]]; then
+        LAUNCHER+=(-m relax.launch_ray --num-workers "$((nodes * processes))")
+        ((NUM_GPUS == 0)) || LAUNCHER+=(--use-gpu)
+        return
+    fi
     ((nodes * processes > 1)) || return 0
     # A worker has two minutes to finish its step and save when a signal comes.
-    LAUNCHER+=(-m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes"
+    LAUNCHER+=(-m relax.launch --nnodes "$nodes" --nproc-per-node "$processes"
         --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout 120)
     if ((nodes == 1)); then
         LAUNCHER+=(--standalone)
@@ -72,11 +79,12 @@ set_launcher() {
     fi
 }
 
-# launch FLAGS...: train, with a copy of the output in log/EXP_NAME-<time>.log. The status is the trainer's own. SIGTERM,
+# launch FLAGS...: train, with a copy of the output in log/EXP_NAME-<time>.log, one for each node. The status is the trainer's own. SIGTERM,
 # SIGINT and SIGUSR1 are passed on to it, so that it saves and stops; a closed terminal counts as SIGTERM.
 launch() {
     local log code=0 status trainer='' signalled='' writer
-    log=log/$EXP_NAME-$(date +%Y%m%d-%H%M%S).log
+    [[ " $* " != *' --dry-run '* ]] || LAUNCHER=(python) # it plans for all ranks in one process
+    log=log/$EXP_NAME-$(date +%Y%m%d-%H%M%S)${NODE_RANK:+-node$NODE_RANK}.log
     mkdir -p log
     exec 3> >(trap '' HUP INT TERM USR1; exec tee "$log") # outlives the signals, or the trainer loses its output
     writer=$!

@@ -25,6 +25,7 @@ def preload() -> None:
     for name in (
         "matplotlib.backends.backend_agg",
         "torch",
+        "torch.distributed.run",
         "transformers",
         "relax.curves",
         "relax.dry_run",

@@ -184,7 +184,7 @@ def test_several_processes_start_under_torchrun(stage: Stage, variables: dict[st
     done = stage.run(RUN_SCRIPTS["dpo"], **stage.inputs, **variables)
     assert done.returncode == 0, done.stderr
     signals = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "120"]
-    expected = ["-m", "torch.distributed.run", *launcher[:4], *signals, *launcher[4:], "-m", "relax.train"]
+    expected = ["-m", "relax.launch", *launcher[:4], *signals, *launcher[4:], "-m", "relax.train"]
     assert stage.started()[: len(expected)] == expected
 
 

@@ -16,7 +16,8 @@ EVAL_INTERVAL=${EVAL_INTERVAL:-200}
 
 use_environment
 find_model Qwen/Qwen3-0.6B c1899de289a04d12100db370d81485cdf75e47ca
-find_pairs data/ultrafeedback/ultrafeedback_train.jsonl data/ultrafeedback/ultrafeedback_eval.jsonl
+find_pairs data/ultrafeedback/ultrafeedback_train.jsonl data/ultrafeedback/ultrafeedback_eval.jsonl \
+    "python scripts/data/prepare_ultrafeedback_preferences.py --output-dir data/ultrafeedback"
 set_launcher
 
 MODEL_ARGS=(
