@@ -117,7 +117,7 @@ def no_checkpoints(place: Workplace) -> Flags:
 
 TABLE = "train: 0 of 3 rows kept\n  pairs.jsonl: explicit_prompt, 3 rows\n  rejected identical: 3 ("
 ADVICE = "give a local directory with config.json, the tokenizer and the weights (`hf download` makes one)"
-FAMILIES = "families: llama, mistral, qwen2, qwen3"
+FAMILIES = "families: llama, mistral, qwen2, qwen3, qwen3_moe"
 # Name: (what makes the input and gives the flags, or the flags; how the message starts; what else it says).
 CASES: dict[str, tuple[Callable[[Workplace], Flags] | Flags, str, list[str]]] = {
     "missing file": ({"prompt_data": "none.jsonl"}, "--prompt-data none.jsonl does not exist", []),
