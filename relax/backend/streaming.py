@@ -83,9 +83,10 @@ def read_megatron(model: StreamedModel, info: CheckpointInfo) -> None:
     shards = model.shards()
 
     def read(name: str) -> torch.Tensor:
-        empty = torch.empty_like(shards[name].data, device=CPU, requires_grad=False)
-        loaded: torch.Tensor = load_checkpoint(info, {"model": {name: replace(shards[name], data=empty)}})["model"][name]
-        return loaded
+        parameter = torch.empty_like(shards[name].data, device=CPU, requires_grad=False)
+        shard = replace(shards[name], data=parameter)
+        load_checkpoint(info, {name: shard.build() if isinstance(shard, ShardedTensorFactory) else shard})  # into its memory
+        return parameter
 
     model.read = read
 

@@ -120,17 +120,20 @@ def write_tensors(directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], 
     """Write `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor has its own) and their index."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
-    total = 0
+    total = size = 0
 
     def flush() -> None:
+        nonlocal size
         save_file(held, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
         shards.append(list(held))
         held.clear()
+        size = 0
 
     for name, tensor in tensors:
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > shard_bytes:
+        if held and size + tensor.nbytes > shard_bytes:
             flush()
         held[name] = tensor.contiguous()
+        size += tensor.nbytes
         total += tensor.nbytes
     flush()
     if len(shards) == 1:
