@@ -3,7 +3,7 @@
 A process that is killed leaves its directory behind; the next one that writes beside it removes it.
 
 Invariant: a directory whose writer lives is never removed. The writer holds a lock on it, which ends with its process;
-directories are made and removed under a lock on their parent, so that none is seen between its making and its lock.
+whoever removes one must get that lock first, and a writer whose directory was removed before its lock makes another.
 Where the file system has no locks, nothing is removed.
 """
 
@@ -22,44 +22,48 @@ _NAME = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 @contextmanager
 def scratch_directory(target: Path) -> Iterator[Path]:
     """A new directory beside `target`, removed at the end unless it was renamed."""
-    parent = target.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    directory = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    making = _lock(parent, wait=True)
-    try:
-        if making is not None:
-            _remove_leftovers(parent)
-        directory.mkdir()
-        held = _lock(directory, wait=False)
-    finally:
-        _unlock(making)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for entry in target.parent.iterdir():
+        if _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            _remove_if_free(entry)
+    directory, lock = _make(target)
     try:
         yield directory
     finally:
-        _unlock(held)
+        os.close(lock)
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _remove_leftovers(parent: Path) -> None:
-    for entry in parent.iterdir():
-        if _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-            free = _lock(entry, wait=False)
-            if free is not None:
-                shutil.rmtree(entry, ignore_errors=True)
-            _unlock(free)
+def _make(target: Path) -> tuple[Path, int]:
+    """A directory, and the descriptor that holds its lock."""
+    while True:
+        directory = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        directory.mkdir()
+        try:
+            descriptor = os.open(directory, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        if _lock(descriptor) is not False and directory.exists():
+            return directory, descriptor
+        os.close(descriptor)
 
 
-def _lock(directory: Path, *, wait: bool) -> int | None:
-    """An open descriptor that holds the directory's lock; None where another process has it, or there are no locks."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def _remove_if_free(directory: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
-        os.close(descriptor)
+        return
+    if _lock(descriptor):
+        shutil.rmtree(directory, ignore_errors=True)
+    os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the lock was got; None where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
         return None
-    return descriptor
-
-
-def _unlock(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)
+    return True

@@ -1,11 +1,13 @@
 """Directories for what is not complete yet: gone at the end, gone after a kill, and never while their writer lives."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from relax.data import scratch
 from relax.data.scratch import scratch_directory
 from relax.data.seen import SeenRows
 
@@ -49,6 +51,30 @@ def test_a_killed_writers_directory_is_removed_by_the_next_one(tmp_path: Path):
 def test_a_living_writers_directory_stays(tmp_path: Path):
     with scratch_directory(tmp_path / "a") as first, scratch_directory(tmp_path / "a") as second:
         assert sorted(tmp_path.iterdir()) == sorted([first, second])
+
+
+def test_a_directory_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lock, removed = scratch._lock, []
+
+    def removed_first(descriptor: int) -> bool | None:
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].rmdir()
+        return lock(descriptor)
+
+    monkeypatch.setattr(scratch, "_lock", removed_first)
+    with scratch_directory(tmp_path / "a") as directory:
+        assert list(tmp_path.iterdir()) == [directory] != removed
+
+
+def test_nothing_is_removed_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", no_locks)
+    with scratch_directory(tmp_path / "a") as first, scratch_directory(tmp_path / "a") as second:
+        assert sorted(tmp_path.iterdir()) == sorted([first, second])
+    assert names(tmp_path) == []
 
 
 def test_seen_rows_keep_the_first_row_of_every_key():
