@@ -5,6 +5,7 @@ right. Plain packing, a prompt shared by its two completions and context-paralle
 one call of torch's scaled dot-product attention, on any device.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -52,17 +53,31 @@ class PackedAttention(MegatronModule):
         q, k, v = (widened(x).squeeze(1).transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, head_dim]
         grouped = q.size(1) != k.size(1)
         out = []
-        for block in layout.blocks:
-            keys, values = block.take_keys(k), block.take_keys(v)
-            out.append(
-                F.scaled_dot_product_attention(
-                    q[:, :, block.q0 : block.q1],
-                    keys,
-                    values,
-                    attn_mask=layout.mask(block, q.device),
-                    is_causal=block.is_square,
-                    scale=self.scale,
-                    enable_gqa=grouped,
+        with _kept_as(dtype):
+            for block in layout.blocks:
+                keys, values = block.take_keys(k), block.take_keys(v)
+                out.append(
+                    F.scaled_dot_product_attention(
+                        q[:, :, block.q0 : block.q1],
+                        keys,
+                        values,
+                        attn_mask=layout.mask(block, q.device),
+                        is_causal=block.is_square,
+                        scale=self.scale,
+                        enable_gqa=grouped,
+                    )
                 )
-            )
         return torch.cat(out, 2)[0].transpose(0, 1).reshape(rows, 1, -1).to(dtype)
+
+
+def _kept_as(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """What attention computes wider than `dtype` its backward finds rounded to it, as a `dtype` kernel keeps it.
+
+    That changes nothing in queries, keys and values, which were widened from it.
+    """
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        rows_and_heads = tensor.dim() == 4 and tensor.is_floating_point()  # not the logsumexp
+        return tensor.to(dtype) if rows_and_heads else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, widened)

@@ -99,6 +99,7 @@ class Engine:
             virtual_pipeline_model_parallel_size=stages,
             overlap_p2p_comm=stages is not None,  # batched exchange fails under the interleaved schedule
             batch_p2p_comm=stages is None,
+            gradient_accumulation_fusion=self.device.type == "cpu",  # the device seam brings it; on a GPU it needs apex
             **self._overrides,
         )
         return [

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from relax.backend.activation import SwiGLU
 from relax.backend.attention import PackedAttention
 from relax.backend.layout import PackedLayout
 from relax.backend.logprobs import target_logprobs
@@ -124,6 +125,7 @@ def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
+        "use_te_activation_func": True,  # megatron's name for "the layer spec brings the activation": SwiGLU
         "add_bias_linear": False,
         "add_qkv_bias": qkv_bias,
         "qk_layernorm": qk_norm,
@@ -139,7 +141,6 @@ def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
         "calculate_per_token_loss": True,
@@ -245,6 +246,7 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layer.submodules.mlp.submodules.activation_func = SwiGLU
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)

@@ -1,0 +1,57 @@
+"""The device seam: a bf16 product on a CPU without bf16 instructions is the fp32 product rounded once, whoever asks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from relax.backend import device
+from relax.backend.device import on_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_bf16_instructions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The seam as such a CPU sees it, wherever the test runs."""
+    monkeypatch.setattr(device, "cpu_multiplies_bf16", lambda: False)
+    device._cpu_attributes.cache_clear()
+    yield
+    device._cpu_attributes.cache_clear()
+
+
+def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("grad_mode", [False, True])
+def test_a_bf16_product_is_the_fp32_one_rounded_once(transposed: bool, grad_mode: bool) -> None:
+    x, w = matrices((3, 2, 8), (5, 8) if transposed else (8, 5))
+    right = w.t() if transposed else w
+    with on_device(CPU), torch.set_grad_enabled(grad_mode):
+        first = torch.matmul(x, right)
+        torch.matmul(-x, -right)  # the memory of the first product's operands is in use again
+        method = x.matmul(right)
+    expected = (x.float() @ right.float()).bfloat16()
+    assert torch.equal(first, expected)
+    assert torch.equal(method, expected)
+
+
+def test_a_product_that_autograd_records_keeps_its_own_operands() -> None:
+    x, w = (tensor.requires_grad_() for tensor in matrices((3, 8), (8, 5)))
+    with on_device(CPU):
+        y = torch.mm(x, w)
+        with torch.no_grad():
+            torch.mm(-x, -w)
+        y.sum().backward()
+    assert torch.equal(x.grad, w.detach().float().sum(1).bfloat16().expand(3, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_gradient_is_added_to_the_fp32_buffer_unrounded(dtype: torch.dtype) -> None:
+    x, grad = (tensor.to(dtype) for tensor in matrices((6, 4), (6, 3)))
+    buffer = torch.ones(3, 4)
+    device._GradientAccumulation.wgrad_gemm_accum_fp32(x, grad, buffer)
+    torch.testing.assert_close(buffer, 1 + grad.float().t() @ x.float(), rtol=1e-6, atol=1e-6)
