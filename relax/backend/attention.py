@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from relax.backend.device import widened
 from relax.backend.layout import PackedLayout
+from relax.backend.products import widened
 
 
 class PackedAttention(MegatronModule):

@@ -4,9 +4,7 @@ megatron-core names CUDA inside long constructors (DDP buffers, optimizers, sche
 subclasses reach. On a CPU run `on_device` reads those names as CPU while a backend call runs and puts everything back
 afterwards; on a CUDA run it does nothing. Everything it touches is in this file.
 
-The same seam decides how bf16 matrices are multiplied on a CPU. Without AMX or AVX512-BF16 instructions torch's bf16
-kernels run several times slower than fp32 ones; there the operands are widened, multiplied in fp32 and rounded once,
-which is what a bf16 kernel with fp32 accumulation computes.
+The same seam puts the matrix products of `products.py` in the place of torch's and apex's.
 """
 
 import contextlib
@@ -22,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from relax.backend.products import GradientAccumulation, cpu_multiplies_bf16, multiply_widened, widened
 from relax.errors import UserError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -53,19 +52,6 @@ def _keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_max = -1, -4
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
-
-
-@functools.cache
-def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has bf16 matrix instructions (AMX or AVX512-BF16)."""
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in the dtype its device multiplies fastest: fp32 for bf16 on a CPU without bf16 instructions."""
-    if tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not cpu_multiplies_bf16():
-        return tensor.float()
-    return tensor
 
 
 @contextlib.contextmanager
@@ -176,7 +162,7 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
         (mcore_random, "_get_cuda_rng_state", no_state),
         (mcore_random, "_set_cuda_rng_state", nothing),
         (layers, "_grad_accum_fusion_available", True),
-        (layers, "fused_weight_gradient_mlp_cuda", _GradientAccumulation),
+        (layers, "fused_weight_gradient_mlp_cuda", GradientAccumulation),
         # gloo takes all-to-all splits as numbers only; megatron turns them into numbers for CUDA tensors alone.
         (
             token_dispatcher,
@@ -188,7 +174,7 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
     ]
     if not cpu_multiplies_bf16():  # attributes, not the mode below: no mode reaches into a Python backward
         for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch, "mm"), (torch.nn.functional, "linear")):
-            attributes.append((owner, name, _multiply_widened(getattr(owner, name))))
+            attributes.append((owner, name, multiply_widened(getattr(owner, name))))
     return [(owner, name, value) for owner, name, value in attributes if hasattr(owner, name)]
 
 
@@ -217,58 +203,6 @@ def _reduce_scatter_of_any_size(reduce_scatter: Callable[..., torch.Tensor]) -> 
         return whole.split(sizes)[group.rank()]
 
     return scattered
-
-
-def _multiply_widened(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same product of bf16 operands through fp32, rounded once at the end.
-
-    megatron's linear layers call it inside autograd functions, where nobody keeps the widened operands: those then live in
-    memory that every product uses again.
-    """
-
-    @functools.wraps(multiply)
-    def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not (a.dtype == b.dtype == torch.bfloat16) or args or kwargs:
-            return multiply(a, b, *args, **kwargs)
-        if torch.is_grad_enabled() or b.dim() != 2 or multiply is torch.nn.functional.linear:
-            return multiply(a.float(), b.float()).to(torch.bfloat16)
-        rows = widened_once(a.flatten(0, -2), "a")
-        wide = torch.mm(rows, widened_once(b, "b"), out=_scratch("product", rows.size(0) * b.size(1)).view(-1, b.size(1)))
-        return wide.to(torch.bfloat16).unflatten(0, a.shape[:-1])
-
-    return product
-
-
-def widened_once(matrix: torch.Tensor, use: str) -> torch.Tensor:
-    """A bf16 matrix in fp32 with the same strides, good until the next call for the same `use`."""
-    if matrix.is_contiguous():
-        return _scratch(use, matrix.numel()).view(matrix.shape).copy_(matrix)
-    if matrix.t().is_contiguous():
-        return _scratch(use, matrix.numel()).view(matrix.t().shape).copy_(matrix.t()).t()
-    return matrix.float()
-
-
-_SCRATCH: dict[str, torch.Tensor] = {}
-
-
-def _scratch(use: str, size: int) -> torch.Tensor:
-    """The first `size` fp32 elements of memory kept for `use`: fresh pages cost a CPU more than the widening."""
-    if use not in _SCRATCH or _SCRATCH[use].numel() < size:
-        _SCRATCH[use] = torch.empty(size)
-    return _SCRATCH[use][:size]
-
-
-class _GradientAccumulation:
-    """What megatron takes from apex: a linear layer's weight gradient, added to its fp32 buffer by the product itself."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-        if x.dtype == torch.bfloat16 and not cpu_multiplies_bf16():
-            x, grad = widened_once(x, "a"), widened_once(grad, "b")
-        if x.dtype == main_grad.dtype:
-            main_grad.addmm_(grad.t(), x)
-        else:
-            main_grad.add_(grad.t() @ x)
 
 
 def is_main_rank() -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from relax.backend.device import widened
+from relax.backend.products import widened
 
 CHUNK_BYTES = 64 << 20  # one chunk of fp32 logits: large enough for full matmul speed, small beside the model
 

@@ -242,11 +242,12 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     if experts:
         use_own_experts(layer)
+    else:
+        layer.submodules.mlp.submodules.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layer.submodules.mlp.submodules.activation_func = SwiGLU
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)

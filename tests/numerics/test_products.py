@@ -1,12 +1,13 @@
-"""The device seam: a bf16 product on a CPU without bf16 instructions is the fp32 product rounded once, whoever asks."""
+"""Products: a bf16 product on a CPU without bf16 instructions is the fp32 product rounded once, whoever asks."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from relax.backend import device
+from relax.backend import device, products
 from relax.backend.device import on_device
+from relax.backend.products import GradientAccumulation
 
 CPU = torch.device("cpu")
 
@@ -14,7 +15,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def no_bf16_instructions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The seam as such a CPU sees it, wherever the test runs."""
-    monkeypatch.setattr(device, "cpu_multiplies_bf16", lambda: False)
+    for module in (device, products):
+        monkeypatch.setattr(module, "cpu_multiplies_bf16", lambda: False)
     device._cpu_attributes.cache_clear()
     yield
     device._cpu_attributes.cache_clear()
@@ -53,5 +55,5 @@ def test_a_product_that_autograd_records_keeps_its_own_operands() -> None:
 def test_a_weight_gradient_is_added_to_the_fp32_buffer_unrounded(dtype: torch.dtype) -> None:
     x, grad = (tensor.to(dtype) for tensor in matrices((6, 4), (6, 3)))
     buffer = torch.ones(3, 4)
-    device._GradientAccumulation.wgrad_gemm_accum_fp32(x, grad, buffer)
+    GradientAccumulation.wgrad_gemm_accum_fp32(x, grad, buffer)
     torch.testing.assert_close(buffer, 1 + grad.float().t() @ x.float(), rtol=1e-6, atol=1e-6)

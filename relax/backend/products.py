@@ -1,0 +1,79 @@
+"""Matrix products on a CPU.
+
+Without AMX or AVX512-BF16 instructions torch's bf16 kernels run several times slower than fp32 ones; there the operands are
+widened, multiplied in fp32 and rounded once, which is what a bf16 kernel with fp32 accumulation computes. A weight's gradient
+goes straight into its fp32 buffer. `device.py` puts these in the place of what megatron-core calls.
+
+Invariants: a product of bf16 matrices is the fp32 product rounded once; memory that is used again is never kept by autograd.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has bf16 matrix instructions (AMX or AVX512-BF16)."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in the dtype its device multiplies fastest: fp32 for bf16 on a CPU without bf16 instructions."""
+    if tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not cpu_multiplies_bf16():
+        return tensor.float()
+    return tensor
+
+
+def multiply_widened(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same product of bf16 operands through fp32, rounded once at the end.
+
+    megatron's linear layers call it inside autograd functions, where nobody keeps the widened operands: those then live in
+    memory that every product uses again.
+    """
+
+    @functools.wraps(multiply)
+    def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not (a.dtype == b.dtype == torch.bfloat16) or args or kwargs:
+            return multiply(a, b, *args, **kwargs)
+        if torch.is_grad_enabled() or b.dim() != 2 or multiply is torch.nn.functional.linear:
+            return multiply(a.float(), b.float()).to(torch.bfloat16)
+        rows = _widened_once(a.flatten(0, -2), "a")
+        wide = torch.mm(rows, _widened_once(b, "b"), out=_scratch("product", rows.size(0) * b.size(1)).view(-1, b.size(1)))
+        return wide.to(torch.bfloat16).unflatten(0, a.shape[:-1])
+
+    return product
+
+
+def _widened_once(matrix: torch.Tensor, use: str) -> torch.Tensor:
+    """A bf16 matrix in fp32 with the same strides, good until the next call for the same `use`."""
+    if matrix.is_contiguous():
+        return _scratch(use, matrix.numel()).view(matrix.shape).copy_(matrix)
+    if matrix.t().is_contiguous():
+        return _scratch(use, matrix.numel()).view(matrix.t().shape).copy_(matrix.t()).t()
+    return matrix.float()
+
+
+_SCRATCH: dict[str, torch.Tensor] = {}
+
+
+def _scratch(use: str, size: int) -> torch.Tensor:
+    """The first `size` fp32 elements of memory kept for `use`: fresh pages cost a CPU more than the widening."""
+    if use not in _SCRATCH or _SCRATCH[use].numel() < size:
+        _SCRATCH[use] = torch.empty(size)
+    return _SCRATCH[use][:size]
+
+
+class GradientAccumulation:
+    """What megatron takes from apex: a linear layer's weight gradient, added to its fp32 buffer by the product itself."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        if x.dtype == torch.bfloat16 and not cpu_multiplies_bf16():
+            x, grad = _widened_once(x, "a"), _widened_once(grad, "b")
+        if x.dtype == main_grad.dtype:
+            main_grad.addmm_(grad.t(), x)
+        else:
+            main_grad.add_(grad.t() @ x)
