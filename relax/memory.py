@@ -113,7 +113,7 @@ def layer_activations(config: HFConfig, layout: ParallelConfig) -> float:
     if _num_experts(config):
         inner += config.num_experts_per_tok * (4 * hidden + 4 * config.moe_intermediate_size)
     else:
-        inner += 4 * config.intermediate_size
+        inner += 3 * config.intermediate_size
     return between + inner / layout.tensor
 
 

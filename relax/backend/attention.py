@@ -53,7 +53,7 @@ class PackedAttention(MegatronModule):
         q, k, v = (widened(x).squeeze(1).transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, head_dim]
         grouped = q.size(1) != k.size(1)
         out = []
-        with _kept_as(dtype):
+        with contextlib.nullcontext() if q.dtype == dtype else _kept_as(dtype):
             for block in layout.blocks:
                 keys, values = block.take_keys(k), block.take_keys(v)
                 out.append(

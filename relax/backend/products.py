@@ -34,12 +34,15 @@ def multiply_widened(multiply: Callable[..., torch.Tensor]) -> Callable[..., tor
     memory that every product uses again.
     """
 
+    transposes = multiply is torch.nn.functional.linear
+
     @functools.wraps(multiply)
     def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not (a.dtype == b.dtype == torch.bfloat16) or args or kwargs:
             return multiply(a, b, *args, **kwargs)
-        if torch.is_grad_enabled() or b.dim() != 2 or multiply is torch.nn.functional.linear:
+        if torch.is_grad_enabled() or b.dim() != 2:
             return multiply(a.float(), b.float()).to(torch.bfloat16)
+        b = b.t() if transposes else b
         rows = _widened_once(a.flatten(0, -2), "a")
         wide = torch.mm(rows, _widened_once(b, "b"), out=_scratch("product", rows.size(0) * b.size(1)).view(-1, b.size(1)))
         return wide.to(torch.bfloat16).unflatten(0, a.shape[:-1])

@@ -36,9 +36,11 @@ def test_a_bf16_product_is_the_fp32_one_rounded_once(transposed: bool, grad_mode
         first = torch.matmul(x, right)
         torch.matmul(-x, -right)  # the memory of the first product's operands is in use again
         method = x.matmul(right)
+        linear = torch.nn.functional.linear(x, right.t())
     expected = (x.float() @ right.float()).bfloat16()
     assert torch.equal(first, expected)
     assert torch.equal(method, expected)
+    assert torch.equal(linear, expected)
 
 
 def test_a_product_that_autograd_records_keeps_its_own_operands() -> None:
