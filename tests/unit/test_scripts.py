@@ -138,6 +138,32 @@ def test_defaults_are_the_contracts(stage: Stage, loss: str, lr: str):
     }
 
 
+def test_the_large_models_recipe_is_the_published_one(stage: Stage):
+    script = ROOT / "scripts/training/dpo/run-qwen3-30B-A3B-orca-16xgpu.sh"
+    done = stage.run(script, **stage.inputs, NNODES="2", NODE_RANK="0", MASTER_ADDR="first")
+    assert done.returncode == 0, done.stderr
+    assert stage.started()[2:6] == ["--nnodes", "2", "--nproc-per-node", "8"]
+    recipe = {
+        "--global-batch-size": "64",
+        "--preference-max-length": "4096",
+        "--lr": "5e-8",
+        "--lr-decay-style": "constant",
+        "--weight-decay": "0",
+        "--clip-grad": "1.0",
+        "--adam-beta1": "0.9",
+        "--adam-beta2": "0.999",
+        "--num-rollout": "1000",
+        "--bf16": "",
+        "--use-distributed-optimizer": "",
+        "--sequence-parallel": "",
+        "--moe-aux-loss-coeff": "0.001",
+        "--device": "cuda",
+    }
+    assert recipe.items() <= stage.flags().items()
+    done = stage.run(script, "--dry-run", "--world-size", "16", **stage.inputs)
+    assert done.returncode == 0 and stage.started()[:2] == ["-m", "relax.train"]  # one process plans for all
+
+
 @pytest.mark.parametrize("loss", RUN_SCRIPTS)
 def test_variables_override_the_defaults(stage: Stage, loss: str):
     variables = {
