@@ -30,6 +30,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from relax.backend.activation import SwiGLU
 from relax.backend.layout import PackedLayout
 
 
@@ -154,7 +155,7 @@ class Experts(MegatronModule):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config)
-        self.groups = pg_collection
+        self.groups, self.activation = pg_collection, SwiGLU(config)
         width, hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
         shapes = (num_local_experts, 2 * width, hidden), (num_local_experts, hidden, width)
         self.weight1, self.weight2 = (torch.nn.Parameter(torch.empty(s, dtype=config.params_dtype)) for s in shapes)
@@ -166,8 +167,8 @@ class Experts(MegatronModule):
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         """rows [assignments, hidden_size] and their router weights [assignments], sorted by expert -> their outputs."""
         multiply = _grouped if self._fits_grouped(rows) else _one_by_one
-        gate, up = multiply(rows, self.weight1, tokens_per_expert).chunk(2, -1)
-        return multiply(F.silu(gate) * up * weights[:, None], self.weight2, tokens_per_expert), None
+        inner = self.activation(multiply(rows, self.weight1, tokens_per_expert)) * weights[:, None]
+        return multiply(inner, self.weight2, tokens_per_expert), None
 
     def _fits_grouped(self, rows: torch.Tensor) -> bool:
         """Whether torch has a grouped product for these rows: of bf16 on a GPU, sizes in steps of 16 bytes."""
