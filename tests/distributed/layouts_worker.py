@@ -32,9 +32,9 @@ CPU = torch.device("cpu")
 
 def main(directory: Path) -> None:
     job = json.loads((directory / "job.json").read_text())
-    saved = {False: [directory / "one"], True: [directory / "one-distributed"]}  # checkpoints by kind of optimizer
+    saved = {False: directory / "one", True: directory / "one-distributed"}  # the last checkpoints by kind of optimizer
     for name, values in job["layouts"].items():
-        distributed = values.pop("distributed", False)
+        distributed, overrides = values.pop("distributed", False), values.pop("overrides", {})
         layout = parallel.ParallelConfig(**values)
         parallel.initialize(layout, device=CPU, seed=job["seed"], virtual_stages=layout.virtual_stages(4))
         output = directory / name
@@ -42,15 +42,12 @@ def main(directory: Path) -> None:
         for model, head in job["models"].items():
             path = Path(model)
             results[path.name] = run(path, head, layout, seed=job["seed"], output=output / path.name)
-            options = {"seed": job["seed"], "distributed": distributed}
-            trained = train(path, head, layout, save=output / "checkpoints" / path.name, **options)
-            results[path.name]["trained"] = trained
-            results[path.name]["resumed"] = [
-                train(path, head, layout, load=place / "checkpoints" / path.name, **options)
-                for place in saved[distributed]
-                if path.name in job["resumed"]
-            ]
-        saved[distributed] = [saved[distributed][0], output]
+            if path.name in job["trained"]:
+                options = {"seed": job["seed"], "distributed": distributed, "overrides": overrides}
+                results[path.name]["trained"] = train(path, head, layout, save=output / "saved" / path.name, **options)
+                former = saved[distributed] / "saved" / path.name
+                results[path.name]["resumed"] = train(path, head, layout, load=former, **options)
+        saved[distributed] = output
         results["error"] = refused(Path(job["contradiction"]), layout)
         (output / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
         parallel_state.destroy_model_parallel()
@@ -58,18 +55,25 @@ def main(directory: Path) -> None:
 
 
 def train(
-    model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, distributed: bool, **places: Path
+    model: Path,
+    head: str,
+    layout: parallel.ParallelConfig,
+    *,
+    seed: int,
+    distributed: bool,
+    overrides: dict[str, Any],
+    **places: Path,
 ) -> dict[str, list[Any]]:
     """Steps and a checkpoint among `places`, see `train_and_resume`."""
-    engine = build(model, head, layout)
+    engine = build(model, head, layout, **overrides)
     with on_device(CPU):
         load_hf_weights(engine.chunks, model, engine.hf_config, seed=seed)
     return train_and_resume(engine, distributed=distributed, **places)
 
 
-def build(model: Path, head: str, layout: parallel.ParallelConfig) -> Engine:
+def build(model: Path, head: str, layout: parallel.ParallelConfig, **overrides: Any) -> Engine:
     loss = LOSSES["dpo" if head == "lm" else "rm"]()
-    engine = Engine(read_hf_config(model), loss=loss, device=CPU, dtype=torch.float32, parallel=layout)
+    engine = Engine(read_hf_config(model), loss=loss, device=CPU, dtype=torch.float32, parallel=layout, **overrides)
     for chunk in engine.chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
