@@ -256,9 +256,9 @@ def _add_parallelism(group: Group) -> None:
     group.choice("--transformer-impl", ["local"], "local", "whose layers: Megatron's own, the only value")
     group.choice(
         "--attention-backend",
-        ["auto", "sdpa"],
+        ["auto", "sdpa", "varlen", "flash"],
         "auto",
-        "sdpa: torch's scaled dot-product attention per block; auto takes it",
+        "sdpa: torch's attention, any device; on a GPU, varlen: torch's one call; flash: flash-attn's; auto: the fastest there",
     )
     group.switch("--no-share-prompt", "lay out a prompt twice, once per answer, even where sharing would save time")
     group.real("--moe-aux-loss-coeff", 0.0, "weight of the MoE router's load-balancing loss")

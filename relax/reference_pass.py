@@ -81,6 +81,7 @@ def _identity(engine: Engine, batches: Batches, *, reference_sha256: str) -> dic
         "device": torch.cuda.get_device_name(engine.device) if cuda else f"cpu, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "world_size": dist.get_world_size(),
+        "attention": engine.attention,
         "parallel": str(engine.parallel),
         "packing": str(batches.packing),
         "batch_size": batches.batch_size,

@@ -88,6 +88,7 @@ class RunSetup:
             device=self.device,
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
             parallel=parallel,
+            attention=args.attention_backend,
             **recompute_options(args),
             **router_options(args),
         )
@@ -173,6 +174,7 @@ class RunSetup:
                 self.say(f"not as in the checkpoint: {change}")
             resume(engine, info, optimizer=args.load_optim, rng=args.load_rng, say=self.say)
         self.say(f"{args.loss_type}: {engine.num_parameters / 1e6:.1f} M parameters on {self.device}, step {self.start_step}")
+        self.say(f"attention: {engine.attention} ({engine.attention_reason})")
 
     def _fill_tables(self, sha256: str) -> None:
         for title, batches in self.sets.items():

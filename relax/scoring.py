@@ -60,7 +60,14 @@ def score(args: argparse.Namespace) -> None:
     parallel = parallel_config(args)
     device = select_device(args.device)
     initialize(parallel, device=device, seed=args.seed, timeout_minutes=args.distributed_timeout_minutes)
-    engine = Engine(config, loss=loss, device=device, dtype=torch.bfloat16 if args.bf16 else torch.float32, parallel=parallel)
+    engine = Engine(
+        config,
+        loss=loss,
+        device=device,
+        dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        parallel=parallel,
+        attention=args.attention_backend,
+    )
     dataset = _read(args, head=loss.head)
     check_vocabulary(dataset, args, config)
     lines = _lines(args, dataset.report)

@@ -155,6 +155,7 @@ CONTINUED = {"global_batch_size": "--global-batch-size", "seed": "--seed", "shuf
 TOLD = (
     "max_tokens_per_gpu",
     "share_prompt",
+    "attention_backend",
     "clip_grad",
     "weight_decay",
     "adam_beta1",

@@ -1,20 +1,61 @@
 """Core attention under the one layout rule (design idea 3).
 
 A block says: query rows [q0, q1) attend to the concatenation of some key ranges, with a causal mask aligned to the bottom
-right. Plain packing, a prompt shared by its two completions and context-parallel shards are all blocks. Here each block is
-one call of torch's scaled dot-product attention, on any device.
+right. Plain packing, a prompt shared by its two completions and context-parallel shards are all blocks. Three backends compute
+them alike: `sdpa`, torch's scaled dot-product attention, a call for each block, on any device and in any dtype; and on a GPU,
+in half precision, `varlen` (torch's own kernel) and `flash` (the flash-attn package), one call for all blocks.
 """
 
 import contextlib
-from typing import Any
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from relax.backend.layout import PackedLayout
+from relax.backend.layout import PackedLayout, VarlenCall
 from relax.backend.products import widened
+from relax.errors import UserError
+
+
+def _optional(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError:
+        return None
+
+
+varlen_attn = _optional("torch.nn.attention.varlen", "varlen_attn")  # since torch 2.10
+flash_attn_varlen_func = _optional("flash_attn", "flash_attn_varlen_func")
+
+Backend = Literal["sdpa", "varlen", "flash"]
+
+
+def choose_backend(asked: str, *, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
+    """The backend for `--attention-backend auto|sdpa|varlen|flash`, and why; UserError where the one asked for cannot work."""
+    if asked == "sdpa":
+        return "sdpa", "asked for"
+    kernels: dict[Backend, Any] = {"flash": flash_attn_varlen_func, "varlen": varlen_attn}
+    missing = {"flash": "the flash-attn package is not installed", "varlen": "this torch has no torch.nn.attention.varlen"}
+    reasons = []
+    if device.type != "cuda":
+        reasons.append("variable-length kernels need a GPU")
+    elif dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"variable-length kernels need bf16, not {str(dtype).removeprefix('torch.')}")
+    if asked == "auto":
+        for name, kernel in kernels.items():
+            if kernel is not None and not reasons:
+                return name, "the fastest that is installed"
+        return "sdpa", "; ".join(reasons or missing.values())
+    backend: Backend = "flash" if asked == "flash" else "varlen"
+    if kernels[backend] is None:
+        reasons.append(missing[backend])
+    if reasons:
+        raise UserError(f"--attention-backend {asked}: {'; '.join(reasons)}; auto takes what works here")
+    return backend, "asked for"
 
 
 class PackedAttention(MegatronModule):
@@ -30,9 +71,12 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        backend: Backend = "sdpa",
     ) -> None:
         super().__init__(config=config)
-        self.scale, self.cp_group = softmax_scale, pg_collection.cp
+        # megatron leaves the scale out where it is the usual one, which not every kernel assumes.
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.cp_group, self.attend = pg_collection.cp, _BACKENDS[backend]
 
     def forward(
         self,
@@ -45,29 +89,69 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedLayout,
     ) -> torch.Tensor:
-        layout, rows, dtype = packed_seq_params, query.size(0), query.dtype
+        layout = packed_seq_params
         if self.cp_group.size() > 1:
             # Every rank needs every key: all-gather (backward: reduce-scatter), then rows back into the pack's order.
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.cp_group)
             key, value = both[layout.gathered_order].split((key.size(-1), value.size(-1)), -1)
-        q, k, v = (widened(x).squeeze(1).transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, head_dim]
-        grouped = q.size(1) != k.size(1)
-        out = []
-        with contextlib.nullcontext() if q.dtype == dtype else _kept_as(dtype):
-            for block in layout.blocks:
-                keys, values = block.take_keys(k), block.take_keys(v)
-                out.append(
-                    F.scaled_dot_product_attention(
-                        q[:, :, block.q0 : block.q1],
-                        keys,
-                        values,
-                        attn_mask=layout.mask(block, q.device),
-                        is_causal=block.is_square,
-                        scale=self.scale,
-                        enable_gqa=grouped,
-                    )
+        out = self.attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), layout, self.scale)
+        return out.reshape(query.size(0), 1, -1)
+
+
+# Each backend: query, key and value [rows, heads, head_dim] -> [rows, heads, head_dim].
+
+
+def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout, scale: float) -> torch.Tensor:
+    q, k, v = (widened(x).transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, head_dim]
+    grouped = q.size(1) != k.size(1)
+    out = []
+    with contextlib.nullcontext() if q.dtype == query.dtype else _kept_as(query.dtype):
+        for block in layout.blocks:
+            out.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, block.q0 : block.q1],
+                    block.take_keys(k),
+                    block.take_keys(v),
+                    attn_mask=layout.mask(block, q.device),
+                    is_causal=block.is_square,
+                    scale=scale,
+                    enable_gqa=grouped,
                 )
-        return torch.cat(out, 2)[0].transpose(0, 1).reshape(rows, 1, -1).to(dtype)
+            )
+    return torch.cat(out, 2)[0].transpose(0, 1).to(query.dtype)
+
+
+def _in_one_call(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A backend of a kernel (query, key, value, call, scale) that takes all blocks at once."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout, scale: float) -> torch.Tensor:
+        call = layout.varlen_call()
+        if call.key_rows is not None:
+            key, value = key.index_select(0, call.key_rows), value.index_select(0, call.key_rows)
+        return kernel(query, key, value, call, scale)
+
+    return attend
+
+
+def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: VarlenCall, scale: float) -> torch.Tensor:
+    ends = (call.query_ends, call.key_ends, call.max_queries, call.max_keys)
+    grouped = query.size(1) != key.size(1)
+    # One split: a row's bits then do not depend on what else is in the pack.
+    out: torch.Tensor = varlen_attn(
+        query, key, value, *ends, scale=scale, window_size=(-1, 0), enable_gqa=grouped, num_splits=1
+    )
+    return out
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: VarlenCall, scale: float) -> torch.Tensor:
+    ends = (call.query_ends, call.key_ends, call.max_queries, call.max_keys)
+    out: torch.Tensor = flash_attn_varlen_func(
+        query, key, value, *ends, softmax_scale=scale, causal=True, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
+    return out
+
+
+_BACKENDS = {"sdpa": _sdpa, "varlen": _in_one_call(_varlen), "flash": _in_one_call(_flash)}
 
 
 def _kept_as(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:

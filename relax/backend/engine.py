@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from relax.backend.attention import choose_backend
 from relax.backend.device import runs_on_device
 from relax.backend.layout import PackedLayout, Pair, build_layout
 from relax.backend.model import HFConfig, PreferenceModel, transformer_config
@@ -77,9 +78,11 @@ class Engine:
         device: torch.device,
         dtype: torch.dtype,
         parallel: ParallelConfig,
+        attention: str = "auto",
         **config_overrides: Any,
     ) -> None:
         self.hf_config, self.loss, self.device, self.dtype, self.parallel = hf_config, loss, device, dtype, parallel
+        self.attention, self.attention_reason = choose_backend(attention, device=device, dtype=dtype)
         self._overrides = config_overrides
         self.chunks: list[PreferenceModel] = self._build_chunks()
         self.config = self.chunks[0].config
@@ -103,7 +106,9 @@ class Engine:
             **self._overrides,
         )
         return [
-            PreferenceModel(config, self.hf_config, head=self.loss.head, vp_stage=stage).to(self.device)
+            PreferenceModel(config, self.hf_config, head=self.loss.head, vp_stage=stage, attention=self.attention).to(
+                self.device
+            )
             for stage in (range(stages) if stages else [None])
         ]
 

@@ -9,6 +9,7 @@ Invariants: every completion token is a target exactly once over the context-par
 (pair 0 chosen, pair 0 rejected, pair 1 chosen, ...); a query sees exactly its own sequence up to itself.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -51,6 +52,21 @@ class Block:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class VarlenCall:
+    """All blocks as one call of a variable-length attention kernel, causal from the bottom right of each.
+
+    key_rows [keys]: the pack's row of each key, block after block, None where they are all rows in order; query_ends,
+    key_ends int32 [blocks + 1]: where each block's queries and keys begin and end; the longest of each.
+    """
+
+    key_rows: torch.Tensor | None
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    max_queries: int
+    max_keys: int
+
+
 @dataclass
 class PackedLayout(PackedSeqParams):
     """One rank's micro-batch. `qkv_format` stays "sbhd" so that attention keeps [rows, 1, heads, head_dim] and RoPE is per row.
@@ -69,6 +85,7 @@ class PackedLayout(PackedSeqParams):
     blocks: tuple[Block, ...] = ()
     gathered_order: torch.Tensor | None = None  # context parallel: where each whole-pack row lies among the gathered rows
     masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    call: VarlenCall | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -82,6 +99,23 @@ class PackedLayout(PackedSeqParams):
         if shape not in self.masks:
             self.masks[shape] = torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])
         return self.masks[shape]
+
+    def varlen_call(self) -> VarlenCall:
+        """The blocks as one call, made once for all layers; they cover the rows in order."""
+        if self.call is None:
+            device, queries = self.ids.device, [block.q1 - block.q0 for block in self.blocks]
+            keys = [block.num_keys for block in self.blocks]
+            rows = np.concatenate([np.arange(k0, k1) for block in self.blocks for k0, k1 in block.keys])
+            plain = np.array_equal(rows, np.arange(self.ids.size(0))) and self.gathered_order is None
+            ends = [torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32) for sizes in (queries, keys)]
+            self.call = VarlenCall(
+                key_rows=None if plain else torch.from_numpy(rows).to(device),
+                query_ends=ends[0].to(device),
+                key_ends=ends[1].to(device),
+                max_queries=max(queries),
+                max_keys=max(keys),
+            )
+        return self.call
 
 
 @dataclass

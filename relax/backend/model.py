@@ -22,12 +22,13 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from relax.backend.activation import SwiGLU
-from relax.backend.attention import PackedAttention
+from relax.backend.attention import Backend, PackedAttention
 from relax.backend.layout import PackedLayout
 from relax.backend.logprobs import target_logprobs
 from relax.backend.moe import adopt_layers, moe_options, use_own_experts
@@ -161,13 +162,21 @@ def _keep(weight: torch.Tensor) -> torch.Tensor:
 class PreferenceModel(GPTModel):
     """GPTModel over packed layouts; `forward(ids [1, rows], None, None, packed_seq_params=layout)` gives sequence scores."""
 
-    def __init__(self, config: TransformerConfig, hf_config: HFConfig, *, head: Head, vp_stage: int | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hf_config: HFConfig,
+        *,
+        head: Head,
+        vp_stage: int | None = None,
+        attention: Backend = "sdpa",
+    ) -> None:
         self.head: Head = head
         self.real_vocab_size = hf_config.vocab_size
         tensor_parallel = config.tensor_model_parallel_size
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, vp_stage),
+            transformer_layer_spec=_block_spec(config, vp_stage, attention),
             vocab_size=-(-hf_config.vocab_size // tensor_parallel) * tensor_parallel,
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -237,7 +246,7 @@ class PreferenceModel(GPTModel):
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(config: TransformerConfig, vp_stage: int | None, backend: Backend) -> TransformerBlockSubmodules:
     experts = config.num_moe_experts
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     if experts:
@@ -245,7 +254,7 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     else:
         layer.submodules.mlp.submodules.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"backend": backend})
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -205,9 +205,8 @@ def test_sharded_attention_equals_the_whole(size: int, monkeypatch: pytest.Monke
     q, k, v = (torch.randn(rows, 1, n, dim, generator=generator, dtype=torch.float64) for n in (heads, groups, groups))
 
     def attend(layout: PackedLayout, at: np.ndarray, ranks: int) -> torch.Tensor:
-        module = PackedAttention.__new__(PackedAttention)
-        torch.nn.Module.__init__(module)
-        module.scale, module.cp_group = None, SimpleNamespace(size=lambda: ranks)
+        groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: ranks))
+        module = PackedAttention(SimpleNamespace(kv_channels=dim), 1, None, "self", pg_collection=groups)
         return module(q[at], k[at], v[at], None, packed_seq_params=layout)
 
     everything = np.concatenate([whole_rows(part, rank, size) for rank, part in enumerate(parts)])

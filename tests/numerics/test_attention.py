@@ -1,0 +1,129 @@
+"""Attention backends: the one call for all blocks gives what a call for each gives, and each is chosen where it can work.
+
+No variable-length kernel runs on a CPU: a reference of the same signature stands in, so that what is tested is the index
+arithmetic. benchmarks/gpu_check.sh compares the kernels themselves on a GPU.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from relax.backend import attention
+from relax.backend.attention import _BACKENDS, choose_backend
+from relax.backend.layout import PackedLayout, build_layout
+from relax.errors import UserError
+from tests.models import random_pairs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Variable-length attention from its definition: each sequence by itself, causal from the bottom right."""
+    assert query_ends.dtype == key_ends.dtype == torch.int32
+    sizes = query_ends.diff(), key_ends.diff()
+    assert (int(sizes[0].max()), int(sizes[1].max())) == (max_queries, max_keys)
+    assert (int(query_ends[-1]), int(key_ends[-1])) == (query.size(0), key.size(0))
+    out = []
+    parts = zip(*(x.split(n.tolist()) for x, n in ((query, sizes[0]), (key, sizes[1]), (value, sizes[1]))), strict=True)
+    for q, k, v in parts:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        seen = torch.ones(q.size(0), k.size(0), dtype=torch.bool).tril(k.size(0) - q.size(0))
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(out)
+
+
+def varlen(*args: Any, window_size: tuple[int, int], enable_gqa: bool, num_splits: int, **rest: Any) -> torch.Tensor:
+    assert window_size == (-1, 0)  # causal
+    assert enable_gqa and num_splits == 1
+    return reference(*args, **rest)
+
+
+def flash(*args: Any, softmax_scale: float, causal: bool, deterministic: bool) -> torch.Tensor:
+    assert causal and not deterministic
+    return reference(*args, scale=softmax_scale)
+
+
+def layouts() -> list[PackedLayout]:
+    """Plain, shared, mixed, padded, empty, and both shards under context parallelism."""
+    pairs = random_pairs(4)
+    made = [
+        build_layout(pairs, [share] * 4, head="lm", device=CPU, multiple=multiple)
+        for share, multiple in ((False, 1), (True, 1), (True, 64))
+    ]
+    made.append(build_layout(pairs, [True, False, False, True], head="scalar", device=CPU))
+    made.append(build_layout([], [], head="lm", device=CPU, multiple=8))
+    made += [build_layout(pairs, [True] * 4, head="lm", device=CPU, cp_rank=rank, cp_size=2) for rank in (0, 1)]
+    return made
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+@pytest.mark.parametrize("at", range(7))
+def test_one_call_equals_a_call_for_each_block(backend: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash)
+    layout, generator = layouts()[at], torch.Generator().manual_seed(at)
+    keys = max(k1 for block in layout.blocks for _, k1 in block.keys)
+
+    def draw(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+
+    inputs = draw(layout.ids.size(0), HEADS), draw(keys, GROUPS), draw(keys, GROUPS)
+    found = []
+    for name in ("sdpa", backend):
+        out = _BACKENDS[name](*inputs, layout, 0.3)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_are_gathered_only_where_blocks_take_others_than_their_own() -> None:
+    plain, shared, *_, shard = layouts()
+    assert plain.varlen_call().key_rows is None
+    rows = shared.varlen_call().key_rows
+    assert rows is not None and rows.numel() > shared.ids.numel()
+    assert shard.varlen_call().key_rows is not None
+    assert shared.varlen_call() is shared.varlen_call()  # made once for all layers
+
+
+def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert choose_backend("auto", device=CPU, dtype=bf16) == ("sdpa", "variable-length kernels need a GPU")
+    assert choose_backend("auto", device=CUDA, dtype=fp32) == ("sdpa", "variable-length kernels need bf16, not float32")
+    assert choose_backend("auto", device=CUDA, dtype=bf16) == ("flash", "the fastest that is installed")
+    assert choose_backend("varlen", device=CUDA, dtype=bf16) == ("varlen", "asked for")
+    assert choose_backend("sdpa", device=CUDA, dtype=bf16) == ("sdpa", "asked for")
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    assert choose_backend("auto", device=CUDA, dtype=bf16) == ("varlen", "the fastest that is installed")
+    monkeypatch.setattr(attention, "varlen_attn", None)
+    assert choose_backend("auto", device=CUDA, dtype=bf16)[0] == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype", "why"),
+    [
+        ("varlen", CPU, torch.bfloat16, "need a GPU"),
+        ("varlen", CUDA, torch.float32, "need bf16"),
+        ("flash", CUDA, torch.bfloat16, "flash-attn package is not installed"),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused(
+    asked: str, device: torch.device, dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    with pytest.raises(UserError, match=f"^--attention-backend {asked}: .*{why}"):
+        choose_backend(asked, device=device, dtype=dtype)
