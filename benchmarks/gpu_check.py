@@ -124,6 +124,40 @@ def check_numbers(check: Check, model: Path, pairs: Path, device: str, *, losses
         check.tell(f"{name}: resumed equals uninterrupted, bit for bit", numbers(resumed) == numbers(straight), "")
 
 
+def check_attention(check: Check, device: str) -> None:
+    """Each variable-length kernel in bf16 against attention block by block in fp32: values and gradients."""
+    import numpy as np
+    import torch
+
+    from relax.backend.attention import BACKENDS, choose_backend
+    from relax.backend.layout import build_layout
+    from relax.errors import UserError
+
+    class Pair:
+        prompt, chosen, rejected = (np.arange(size) for size in (300, 170, 230))
+
+    on = torch.device(device)
+    for name in ("varlen", "flash"):
+        try:
+            choose_backend(name, device=on, dtype=torch.bfloat16)
+        except UserError as error:
+            check.tell(f"attention: {name}", True, f"not checked: {error}")
+            continue
+        for share in (False, True):
+            layout = build_layout([Pair()] * 3, [share] * 3, head="lm", device=on)
+            torch.manual_seed(0)
+            rows = layout.ids.numel()
+            drawn = [torch.randn(rows, heads, 64, device=on, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+            found = []
+            for backend, dtype in (("sdpa", torch.float32), (name, torch.bfloat16)):
+                inputs = [x.to(dtype).requires_grad_() for x in drawn]
+                out = BACKENDS[backend](*inputs, layout, 0.125)
+                found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)])
+            worst = max(float((a - b.float()).norm() / a.norm()) for a, b in zip(*found, strict=True))
+            what = "prompts shared" if share else "plain packs"
+            check.tell(f"attention: {name}, {what}, values and gradients in norm", worst < 2e-2, worst)
+
+
 def check_speed(check: Check, model: Path, pairs: Path, device: str, *, batch: int) -> None:
     for loss in ("dpo", "rm"):
         for share in ([], ["--no-share-prompt"]):
@@ -150,6 +184,7 @@ def main() -> None:
         tiny = make_model(directory / "dense", vocab_size=1000, head_dim=64, shape=TINY)
         experts = make_model(directory / "experts", vocab_size=1000, head_dim=64, shape={**TINY, **EXPERTS})
         few = make_pairs(directory / "a.jsonl", count=32, prompt=80, answer=60)
+        check_attention(check, args.device)
         check_numbers(check, tiny, few, args.device, losses=("dpo", "rm"))
         check_numbers(check, experts, few, args.device, losses=("dpo",))
         large = tiny if args.small else make_model(directory / "large", vocab_size=151_936, head_dim=128, shape=QWEN3_06B)

@@ -76,7 +76,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         # megatron leaves the scale out where it is the usual one, which not every kernel assumes.
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-        self.cp_group, self.attend = pg_collection.cp, _BACKENDS[backend]
+        self.cp_group, self.attend = pg_collection.cp, BACKENDS[backend]
 
     def forward(
         self,
@@ -151,7 +151,7 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Va
     return out
 
 
-_BACKENDS = {"sdpa": _sdpa, "varlen": _in_one_call(_varlen), "flash": _in_one_call(_flash)}
+BACKENDS = {"sdpa": _sdpa, "varlen": _in_one_call(_varlen), "flash": _in_one_call(_flash)}
 
 
 def _kept_as(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:

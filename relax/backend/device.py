@@ -41,7 +41,15 @@ def select_device(kind: str) -> torch.device:
             f"LOCAL_RANK {local_rank} has no GPU: {torch.cuda.device_count()} are visible; start fewer processes per node"
         )
     torch.cuda.set_device(local_rank)
+    _repeat_exactly()
     return torch.device("cuda", local_rank)
+
+
+def _repeat_exactly() -> None:
+    """Choose CUDA's deterministic kernels: a run that resumes must repeat the bits, and atomic additions in backward do not."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is made
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch swaps the module's class
 
 
 def _keep_freed_memory() -> None:

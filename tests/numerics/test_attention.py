@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from relax.backend import attention
-from relax.backend.attention import _BACKENDS, choose_backend
+from relax.backend.attention import BACKENDS, choose_backend
 from relax.backend.layout import PackedLayout, build_layout
 from relax.errors import UserError
 from tests.models import random_pairs
@@ -83,7 +83,7 @@ def test_one_call_equals_a_call_for_each_block(backend: str, at: int, monkeypatc
     inputs = draw(layout.ids.size(0), HEADS), draw(keys, GROUPS), draw(keys, GROUPS)
     found = []
     for name in ("sdpa", backend):
-        out = _BACKENDS[name](*inputs, layout, 0.3)
+        out = BACKENDS[name](*inputs, layout, 0.3)
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
