@@ -139,7 +139,7 @@ def check_attention(check: Check, device: str) -> None:
     on = torch.device(device)
     for name in ("varlen", "flash"):
         try:
-            choose_backend(name, device=on, dtype=torch.bfloat16)
+            choose_backend(name, device=on, dtype=torch.bfloat16, head_dim=64)
         except UserError as error:
             check.tell(f"attention: {name}", True, f"not checked: {error}")
             continue

@@ -26,7 +26,7 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig, TrainingFailedError, get_context
+from ray.train import RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from relax.launch import end, precedence
@@ -97,7 +97,7 @@ def run_rank(config: dict[str, Any]) -> None:
                 process.send_signal(number)
             sent = len(signals)
     ray.get(board.end.remote(rank, code, socket.gethostname()))
-    if code:
+    if code and code <= 128:  # where a signal stopped the run, let every rank end by itself
         time.sleep(GRACE)
         raise RuntimeError(f"rank {rank} ended with {code}")
 
@@ -147,19 +147,18 @@ def _relay(board: Any) -> list[tuple[int, int, str]]:
 
 
 def _fit(args: argparse.Namespace, board: Any, problem: list[Exception]) -> None:
-    # Ray keeps its own record of the run where every worker must see it; the trainer keeps its checkpoints itself.
-    with tempfile.TemporaryDirectory(prefix=".ray-", dir=os.getcwd()) as storage:
-        trainer = TorchTrainer(
-            run_rank,
-            train_loop_config={"board": board, "command": args.command, "directory": os.getcwd()},
-            torch_config=TorchConfig(backend="gloo"),  # the workers' own; the command chooses its backend
-            scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=args.use_gpu),
-            run_config=RunConfig(storage_path=storage),
-        )
-        try:
-            trainer.fit()
-        except TrainingFailedError as error:
-            problem.append(error)
+    try:
+        # Ray keeps its own record of the run where every worker must see it; the trainer keeps its checkpoints itself.
+        with tempfile.TemporaryDirectory(prefix=".ray-", dir=os.getcwd()) as storage:
+            TorchTrainer(
+                run_rank,
+                train_loop_config={"board": board, "command": args.command, "directory": os.getcwd()},
+                torch_config=TorchConfig(backend="gloo"),  # the workers' own; the command chooses its backend
+                scaling_config=ScalingConfig(num_workers=args.num_workers, use_gpu=args.use_gpu),
+                run_config=RunConfig(storage_path=storage),
+            ).fit()
+    except Exception as error:  # whatever it is, the run did not end well
+        problem.append(error)
 
 
 def _parse() -> argparse.Namespace:

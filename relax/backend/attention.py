@@ -8,6 +8,7 @@ in half precision, `varlen` (torch's own kernel) and `flash` (the flash-attn pac
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -28,23 +29,32 @@ def _optional(module: str, name: str) -> Any:
         return None
 
 
-varlen_attn = _optional("torch.nn.attention.varlen", "varlen_attn")  # since torch 2.10
+varlen_attn = _optional("torch.nn.attention.varlen", "varlen_attn")
+if varlen_attn and not {"scale", "window_size", "enable_gqa", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys():
+    varlen_attn = None  # an earlier torch's
 flash_attn_varlen_func = _optional("flash_attn", "flash_attn_varlen_func")
 
 Backend = Literal["sdpa", "varlen", "flash"]
 
 
-def choose_backend(asked: str, *, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
+def choose_backend(asked: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Backend, str]:
     """The backend for `--attention-backend auto|sdpa|varlen|flash`, and why; UserError where the one asked for cannot work."""
     if asked == "sdpa":
         return "sdpa", "asked for"
     kernels: dict[Backend, Any] = {"flash": flash_attn_varlen_func, "varlen": varlen_attn}
-    missing = {"flash": "the flash-attn package is not installed", "varlen": "this torch has no torch.nn.attention.varlen"}
+    missing = {
+        "flash": "the flash-attn package is not installed",
+        "varlen": "this torch brings no such kernel",
+    }
     reasons = []
     if device.type != "cuda":
         reasons.append("variable-length kernels need a GPU")
     elif dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"variable-length kernels need bf16, not {str(dtype).removeprefix('torch.')}")
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reasons.append("variable-length kernels need a GPU of compute capability 8.0")
+    elif head_dim > 256 or head_dim % 8:
+        reasons.append(f"variable-length kernels need heads of a multiple of 8 up to 256, not {head_dim}")
     if asked == "auto":
         for name, kernel in kernels.items():
             if kernel is not None and not reasons:

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from relax.backend.attention import choose_backend
 from relax.backend.device import runs_on_device
 from relax.backend.layout import PackedLayout, Pair, build_layout
-from relax.backend.model import HFConfig, PreferenceModel, transformer_config
+from relax.backend.model import HFConfig, PreferenceModel, head_dim, transformer_config
 from relax.backend.moe import take_balance
 from relax.backend.optimizer import OptimizerOptions, build_optimizer, build_scheduler
 from relax.backend.parallel import ParallelConfig
@@ -82,7 +82,9 @@ class Engine:
         **config_overrides: Any,
     ) -> None:
         self.hf_config, self.loss, self.device, self.dtype, self.parallel = hf_config, loss, device, dtype, parallel
-        self.attention, self.attention_reason = choose_backend(attention, device=device, dtype=dtype)
+        self.attention, self.attention_reason = choose_backend(
+            attention, device=device, dtype=dtype, head_dim=head_dim(hf_config)
+        )
         self._overrides = config_overrides
         self.chunks: list[PreferenceModel] = self._build_chunks()
         self.config = self.chunks[0].config

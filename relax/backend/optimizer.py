@@ -106,6 +106,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
+PIECE = 1 << 22  # fp32 values of each rank that are gathered at once
 
 
 class GatheringDistributedOptimizer(DistributedOptimizer):
@@ -126,24 +127,29 @@ class GatheringDistributedOptimizer(DistributedOptimizer):
             whole = {name: torch.zeros(buffer.numel, dtype=torch.float32, device=device) for name in STATES}
             for bucket, part in [] if empty_data else zip(buffer.buckets, ranges, strict=True):
                 for name in STATES:
-                    gathered = self._gather(name, bucket, part["param_map"])
-                    if first:
-                        whole[name][bucket.offset : bucket.offset + gathered.numel()] = gathered
+                    self._gather(name, bucket, part["param_map"], into=whole[name] if first else None)
             state[index] = {dtype: whole}
         return state
 
-    def _gather(self, name: str, bucket: Any, own: dict[torch.nn.Parameter, dict[str, Any]]) -> torch.Tensor:
-        """A bucket's state [numel] on the group's first rank, from what each rank owns of it."""
-        group = self.data_parallel_group
-        shard = torch.zeros(bucket.grad_data.numel() // group.size(), dtype=torch.float32, device=bucket.grad_data.device)
+    def _gather(
+        self, name: str, bucket: Any, own: dict[torch.nn.Parameter, dict[str, Any]], *, into: torch.Tensor | None
+    ) -> None:
+        """A bucket's state, from what each rank owns of it, to its place in the buffer's on the group's first rank.
+
+        It passes through the device in small pieces: training may have filled the memory there.
+        """
+        group, device = self.data_parallel_group, bucket.grad_data.device
+        shard = torch.zeros(bucket.grad_data.numel() // group.size(), dtype=torch.float32)
         for parameter, at in own.items():
             place = at["gbuf_local"]
             shard[place.start : place.end] = self._get_main_param_and_optimizer_states(parameter)[name]
-        if group.size() == 1:
-            return shard
-        parts = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
-        dist.gather(shard, parts, group=group, group_dst=0)
-        return torch.cat(parts) if parts else shard
+        for start in range(0, shard.numel(), PIECE):
+            piece = shard[start : start + PIECE].to(device)
+            parts = [torch.empty_like(piece) for _ in range(group.size())] if into is not None else None
+            dist.gather(piece, parts, group=group, group_dst=0)
+            for rank, part in enumerate(parts or []):
+                first = bucket.offset + rank * shard.numel() + start
+                into[first : first + part.numel()] = part  # type: ignore[index]
 
 
 class TorchAdamDistributedOptimizer(GatheringDistributedOptimizer):

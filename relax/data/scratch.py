@@ -11,12 +11,13 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NAME = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
+_HOST = re.sub(r"[^0-9A-Za-z-]", "-", socket.gethostname())
 
 
 @contextmanager
@@ -24,7 +25,8 @@ def scratch_directory(target: Path) -> Iterator[Path]:
     """A new directory beside `target`, removed at the end unless it was renamed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for entry in target.parent.iterdir():
-        if _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+        # This machine's alone: some file systems show a lock on the machine that holds it only.
+        if re.fullmatch(rf"\..+\.{_HOST}\.[0-9a-f]{{32}}\.partial", entry.name) and entry.is_dir() and not entry.is_symlink():
             _remove_if_free(entry)
     directory, lock = _make(target)
     try:
@@ -37,7 +39,7 @@ def scratch_directory(target: Path) -> Iterator[Path]:
 def _make(target: Path) -> tuple[Path, int]:
     """A directory, and the descriptor that holds its lock."""
     while True:
-        directory = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+        directory = target.with_name(f".{target.name}.{_HOST}.{uuid.uuid4().hex}.partial")
         directory.mkdir()
         try:
             descriptor = os.open(directory, os.O_RDONLY)

@@ -4,6 +4,7 @@ No variable-length kernel runs on a CPU: a reference of the same signature stand
 arithmetic. benchmarks/gpu_check.sh compares the kernels themselves on a GPU.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,7 +102,9 @@ def test_keys_are_gathered_only_where_blocks_take_others_than_their_own() -> Non
 def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "flash_attn_varlen_func", flash)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     bf16, fp32 = torch.bfloat16, torch.float32
+    choose_backend = partial(attention.choose_backend, head_dim=64)
     assert choose_backend("auto", device=CPU, dtype=bf16) == ("sdpa", "variable-length kernels need a GPU")
     assert choose_backend("auto", device=CUDA, dtype=fp32) == ("sdpa", "variable-length kernels need bf16, not float32")
     assert choose_backend("auto", device=CUDA, dtype=bf16) == ("flash", "the fastest that is installed")
@@ -111,6 +114,10 @@ def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch: pytest.Monk
     assert choose_backend("auto", device=CUDA, dtype=bf16) == ("varlen", "the fastest that is installed")
     monkeypatch.setattr(attention, "varlen_attn", None)
     assert choose_backend("auto", device=CUDA, dtype=bf16)[0] == "sdpa"
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    assert choose_backend("auto", device=CUDA, dtype=bf16, head_dim=20)[1].endswith("multiple of 8 up to 256, not 20")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert choose_backend("auto", device=CUDA, dtype=bf16)[1].endswith("compute capability 8.0")
 
 
 @pytest.mark.parametrize(
@@ -125,5 +132,6 @@ def test_a_backend_that_cannot_work_is_refused(
     asked: str, device: torch.device, dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(UserError, match=f"^--attention-backend {asked}: .*{why}"):
-        choose_backend(asked, device=device, dtype=dtype)
+        choose_backend(asked, device=device, dtype=dtype, head_dim=64)
