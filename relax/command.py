@@ -37,6 +37,9 @@ def run_command(main: Callable[[], object]) -> None:
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"relax: error: {error}", file=sys.stderr, flush=True)
+        else:  # torchrun stops every rank when the first ends: let rank 0 speak
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
         sys.exit(2)
     except RuntimeError as error:
         broken = [sign for sign in BROKEN if sign in str(error)]

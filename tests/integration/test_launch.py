@@ -33,7 +33,11 @@ def start(server: Server, directory: Path, code: str) -> Running:
     ("code", "expected", "lines"),
     [
         ("print('done') if rank == 0 else None", 0, []),
-        ("if rank == 0: print('relax: error: no data', file=sys.stderr)\nsys.exit(2)", 2, ["relax: error: no data"]),
+        (
+            "if rank == 0: print('relax: error: no data', file=sys.stderr)\nelse: time.sleep(5)\nsys.exit(2)",
+            2,
+            ["relax: error: no data"],
+        ),
         (
             "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwait()",
             137,
