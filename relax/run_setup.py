@@ -158,7 +158,7 @@ class RunSetup:
             check_data(info, fingerprint=self.train_set.dataset.fingerprint)
         self.reference: dict[str, Any] | None = None
         if self.loss.needs_reference or not info:
-            self.source.load(engine, flag="--ref-load", seed=args.seed)
+            self.source.load(engine, seed=args.seed)
             if self.loss.needs_reference:
                 self.reference = reference_identity(engine, self.source)
                 if info and not args.finetune:

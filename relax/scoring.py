@@ -52,11 +52,11 @@ def score(args: argparse.Namespace) -> None:
     """Run the command. Raises UserError, on every rank."""
     config = read_hf_config(args.hf_checkpoint)
     check_model(args, config)
-    policy, flag = WeightSource(args.load or args.hf_checkpoint, args.ckpt_step), "--load" if args.load else "--hf-checkpoint"
+    policy = WeightSource(args.load, args.ckpt_step, "--load") if args.load else WeightSource(args.hf_checkpoint)
     reference = WeightSource(args.ref_load, args.ref_ckpt_step) if args.ref_load else None
-    loss = _loss(args, head=policy.head(flag=flag))
+    loss = _loss(args, head=policy.head())
     if reference:
-        reference.head(flag="--ref-load")  # it can be read: said before the data take their time
+        reference.head()  # it can be read: said before the data take their time
     parallel = parallel_config(args)
     device = select_device(args.device)
     initialize(parallel, device=device, seed=args.seed, timeout_minutes=args.distributed_timeout_minutes)
@@ -79,10 +79,10 @@ def score(args: argparse.Namespace) -> None:
         shuffle=False,
     )
     if reference:
-        reference.load(engine, flag="--ref-load", seed=args.seed)
+        reference.load(engine, seed=args.seed)
         batches.table = ReferenceTable(dataset.hashes, path=None)
         fill_table(engine, batches, steps=batches.all_steps, after_each=lambda: None)
-    policy.load(engine, flag=flag, seed=args.seed)
+    policy.load(engine, seed=args.seed)
     values = _evaluate(engine, batches)
     agree((lambda: _write(args.output, lines, loss, values)) if is_main_rank() else None)
     if is_main_rank():

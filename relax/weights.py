@@ -7,6 +7,7 @@ layout and file format, recorded in each checkpoint, and required to be the same
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from relax.backend.weights import initialize_score, load_hf_weights, weight_hash
 from relax.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightSource:
-    """A Hugging Face directory, or a Megatron checkpoint at a step (None: its latest complete one)."""
+    """A Hugging Face directory, or a Megatron checkpoint at a step (None: the latest complete one when it is first asked for),
+    by the flag that names it."""
 
     path: Path
     step: int | None = None
+    flag: str = "--ref-load"
 
     def check(self) -> None:
         """Refuse Hugging Face weights that cannot be read, from their headers alone: before the data take their time."""
@@ -36,18 +39,22 @@ class WeightSource:
     def is_hugging_face(self) -> bool:
         return (self.path / "config.json").is_file()
 
-    def load(self, engine: Engine, *, flag: str, seed: int) -> None:
+    @cached_property
+    def checkpoint(self) -> CheckpointInfo:
+        return find_weights(self.path, step=self.step, flag=self.flag)
+
+    def load(self, engine: Engine, *, seed: int) -> None:
         """Fill the model. A reward model's head comes along, or is initialised from the seed where a base model has none."""
         if self.is_hugging_face:
             load_hf_weights(engine.chunks, self.path, engine.hf_config, seed=seed)
             return
-        load_weights(engine, find_weights(self.path, step=self.step, flag=flag), seed=seed)
+        load_weights(engine, self.checkpoint, seed=seed)
 
-    def head(self, *, flag: str) -> Head:
+    def head(self) -> Head:
         """Which head the weights have, from their names alone; a language model's where nothing tells."""
         if self.is_hugging_face:
             return "scalar" if SCORE in TensorFiles(self.path) else "lm"
-        return head_of(find_weights(self.path, step=self.step, flag=flag))
+        return head_of(self.checkpoint)
 
 
 def find_weights(directory: Path, *, step: int | None, flag: str) -> CheckpointInfo:

@@ -40,32 +40,16 @@ find_pairs quickstart/demo_train.jsonl quickstart/demo_eval.jsonl \
     "python scripts/data/prepare_demo_pairs.py --output-dir quickstart"
 set_launcher
 
-MODEL_ARGS=(
-    --hf-checkpoint "$HF_CHECKPOINT"
-    --load "$SAVE_DIR/$EXP_NAME"
-    --save "$SAVE_DIR/$EXP_NAME"
-    --save-interval "$SAVE_INTERVAL"
+RECIPE_ARGS=(
+    --loss-type dpo
+    --dpo-beta 0.1
+    --preference-max-length 192
+    --preference-max-completion-length 96
     --keep-checkpoints 1
     --save-hf "$SAVE_DIR/$EXP_NAME-hf"
 )
-LOSS_ARGS=(
-    --loss-type dpo
-    --dpo-beta 0.1
-)
-DATA_ARGS=(
-    --prompt-data "$PROMPT_DATA"
-    --preference-max-length 192
-    --preference-max-completion-length 96
-)
-EVAL_ARGS=(${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA" --eval-interval "$EVAL_INTERVAL"})
-TRAIN_ARGS=(
-    --num-rollout "$NUM_ROLLOUT"
-    --global-batch-size "$GLOBAL_BATCH_SIZE"
-    --max-tokens-per-gpu "$MAX_TOKENS_PER_GPU"
-    --lr "$LR"
-)
 # On a CPU without bf16 instructions relax computes bf16 in fp32, which costs a little more time than fp32 itself.
-((NUM_GPUS)) || grep -qs bf16 /proc/cpuinfo || TRAIN_ARGS+=(--no-bf16)
+((NUM_GPUS)) || grep -qs bf16 /proc/cpuinfo || RECIPE_ARGS+=(--no-bf16)
 
 # The tracker is written when a checkpoint is whole, the curves after the last evaluation.
 trained=$(cat "$SAVE_DIR/$EXP_NAME/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
@@ -75,7 +59,6 @@ if ((trained >= NUM_ROLLOUT)) && [[ -e log/$EXP_NAME/curves.png ]]; then
 else
     ((NUM_GPUS)) && place="$NUM_GPUS GPU" || place="the CPU"
     echo "training: DPO, $NUM_ROLLOUT steps of $GLOBAL_BATCH_SIZE pairs on $place"
-    launch "${MODEL_ARGS[@]}" "${LOSS_ARGS[@]}" "${DATA_ARGS[@]}" "${EVAL_ARGS[@]}" "${TRAIN_ARGS[@]}" \
-        "${DEVICE_ARGS[@]}" --exp-name "$EXP_NAME" "$@"
+    launch "${RECIPE_ARGS[@]}" "$@"
 fi
 echo "Curves: log/$EXP_NAME/curves.png   Metrics: log/$EXP_NAME.jsonl   Model: $SAVE_DIR/$EXP_NAME-hf"

@@ -1,6 +1,13 @@
 """The only place that imports megatron-core: model, layout, engine, weights and checkpoints."""
 
+import contextlib
+import functools
+import sys
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 # megatron-core speaks to its developers while it loads and runs: about apex and Transformer Engine, which are optional here,
 # and about its own and torch's renamed functions. None of it is for someone who trains a model.
@@ -8,3 +15,28 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+
+
+@contextlib.contextmanager
+def _what_training_needs() -> Iterator[None]:
+    """Keep megatron-core's import from loading seconds of what no run uses: torch's compiler before it compiles anything, and
+    the trackers of its own training loop."""
+    compile_now, unused = torch.compile, {name: None for name in ("wandb", "tensorboard") if name not in sys.modules}
+
+    def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled = functools.cache(lambda: compile_now(function, **options))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    torch.compile = compile_later  # type: ignore[assignment]
+    sys.modules |= unused  # type: ignore[arg-type]  # None: as if it were not installed
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
+        for name in unused:
+            del sys.modules[name]
+
+
+with _what_training_needs():
+    import megatron.core
+    import megatron.core.models.gpt  # noqa: F401

@@ -7,6 +7,7 @@ in half precision, `varlen` (torch's own kernel) and `flash` (the flash-attn pac
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -21,28 +22,30 @@ from relax.backend.layout import PackedLayout, VarlenCall
 from relax.backend.products import widened
 from relax.errors import UserError
 
+Backend = Literal["sdpa", "varlen", "flash"]
 
-def _optional(module: str, name: str) -> Any:
+
+@functools.cache
+def kernel_of(backend: Backend) -> Callable[..., Any] | None:
+    """The library's kernel of a backend that is one call, where it is installed; it takes a second to load."""
+    module, name = {"flash": ("flash_attn", "flash_attn_varlen_func"), "varlen": ("torch.nn.attention.varlen", "varlen_attn")}[
+        backend
+    ]
     try:
-        return getattr(importlib.import_module(module), name)
+        kernel = getattr(importlib.import_module(module), name)
     except ImportError:
         return None
-
-
-varlen_attn = _optional("torch.nn.attention.varlen", "varlen_attn")
-if varlen_attn and not {"scale", "window_size", "enable_gqa", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys():
-    varlen_attn = None  # an earlier torch's
-flash_attn_varlen_func = _optional("flash_attn", "flash_attn_varlen_func")
-
-Backend = Literal["sdpa", "varlen", "flash"]
+    needed = (
+        {"scale", "window_size", "enable_gqa", "num_splits"} if backend == "varlen" else set()
+    )  # an earlier torch lacks some
+    return kernel if needed <= inspect.signature(kernel).parameters.keys() else None
 
 
 def choose_backend(asked: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Backend, str]:
     """The backend for `--attention-backend auto|sdpa|varlen|flash`, and why; UserError where the one asked for cannot work."""
     if asked == "sdpa":
         return "sdpa", "asked for"
-    kernels: dict[Backend, Any] = {"flash": flash_attn_varlen_func, "varlen": varlen_attn}
-    missing = {
+    missing: dict[Backend, str] = {
         "flash": "the flash-attn package is not installed",
         "varlen": "this torch brings no such kernel",
     }
@@ -56,12 +59,12 @@ def choose_backend(asked: str, *, device: torch.device, dtype: torch.dtype, head
     elif head_dim > 256 or head_dim % 8:
         reasons.append(f"variable-length kernels need heads of a multiple of 8 up to 256, not {head_dim}")
     if asked == "auto":
-        for name, kernel in kernels.items():
-            if kernel is not None and not reasons:
+        for name in missing:
+            if not reasons and kernel_of(name):
                 return name, "the fastest that is installed"
         return "sdpa", "; ".join(reasons or missing.values())
     backend: Backend = "flash" if asked == "flash" else "varlen"
-    if kernels[backend] is None:
+    if kernel_of(backend) is None:
         reasons.append(missing[backend])
     if reasons:
         raise UserError(f"--attention-backend {asked}: {'; '.join(reasons)}; auto takes what works here")
@@ -131,23 +134,29 @@ def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: P
     return torch.cat(out, 2)[0].transpose(0, 1).to(query.dtype)
 
 
-def _in_one_call(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A backend of a kernel (query, key, value, call, scale) that takes all blocks at once."""
+def _in_one_call(call_kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A backend of a call (query, key, value, call, scale) that takes all blocks at once."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout, scale: float) -> torch.Tensor:
         call = layout.varlen_call()
         if call.key_rows is not None:
             key, value = key.index_select(0, call.key_rows), value.index_select(0, call.key_rows)
-        return kernel(query, key, value, call, scale)
+        return call_kernel(query, key, value, call, scale)
 
     return attend
+
+
+def _loaded(backend: Backend) -> Callable[..., Any]:
+    kernel = kernel_of(backend)
+    assert kernel is not None  # `choose_backend` saw to it
+    return kernel
 
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: VarlenCall, scale: float) -> torch.Tensor:
     ends = (call.query_ends, call.key_ends, call.max_queries, call.max_keys)
     grouped = query.size(1) != key.size(1)
     # One split: a row's bits then do not depend on what else is in the pack.
-    out: torch.Tensor = varlen_attn(
+    out: torch.Tensor = _loaded("varlen")(
         query, key, value, *ends, scale=scale, window_size=(-1, 0), enable_gqa=grouped, num_splits=1
     )
     return out
@@ -155,7 +164,7 @@ def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: V
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: VarlenCall, scale: float) -> torch.Tensor:
     ends = (call.query_ends, call.key_ends, call.max_queries, call.max_keys)
-    out: torch.Tensor = flash_attn_varlen_func(
+    out: torch.Tensor = _loaded("flash")(
         query, key, value, *ends, softmax_scale=scale, causal=True, deterministic=torch.are_deterministic_algorithms_enabled()
     )
     return out

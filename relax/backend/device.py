@@ -148,27 +148,29 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
     stream = _Stream()
     layers.fused_weight_gradient_mlp_cuda = getattr(layers, "fused_weight_gradient_mlp_cuda", None)  # absent without apex
 
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
+    # Functions of their own each: torch's compiler, which its optimizers load, refuses one function under two names.
+    def nothing() -> Callable[..., None]:
+        return lambda *args, **kwargs: None
 
-    def no_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+    def no_state() -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
 
     # Dropout would draw from torch's CPU generator, which tensor_parallel.checkpoint saves and restores anyway.
     attributes = [
         (torch.cuda, "current_device", lambda: _CPU),
-        (torch.cuda, "synchronize", nothing),
-        (torch.cuda, "empty_cache", nothing),
-        (torch.cuda, "manual_seed", nothing),
-        (torch.cuda, "set_device", nothing),
+        (torch.cuda, "synchronize", nothing()),
+        (torch.cuda, "empty_cache", nothing()),
+        (torch.cuda, "manual_seed", nothing()),
+        (torch.cuda, "set_device", nothing()),
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "Event", _Stream),
         (torch.cuda, "current_stream", lambda *args: stream),
         (torch.cuda, "default_stream", lambda *args: stream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
-        (torch.cuda, "get_rng_state", no_state),
-        (torch.cuda.random, "get_rng_state", no_state),
-        (mcore_random, "_get_cuda_rng_state", no_state),
-        (mcore_random, "_set_cuda_rng_state", nothing),
+        (torch.cuda, "get_rng_state", no_state()),
+        (torch.cuda.random, "get_rng_state", no_state()),
+        (mcore_random, "_get_cuda_rng_state", no_state()),
+        (mcore_random, "_set_cuda_rng_state", nothing()),
         (layers, "_grad_accum_fusion_available", True),
         (layers, "fused_weight_gradient_mlp_cuda", GradientAccumulation),
         # gloo takes all-to-all splits as numbers only; megatron turns them into numbers for CUDA tensors alone.
@@ -214,8 +216,8 @@ def _reduce_scatter_of_any_size(reduce_scatter: Callable[..., torch.Tensor]) -> 
 
 
 def is_main_rank() -> bool:
-    """Whether this process speaks for the run (rank 0, or the only process)."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Whether this process speaks for the run (rank 0, or the only process), also before it has joined it."""
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -145,11 +145,14 @@ class GatheringDistributedOptimizer(DistributedOptimizer):
             shard[place.start : place.end] = self._get_main_param_and_optimizer_states(parameter)[name]
         for start in range(0, shard.numel(), PIECE):
             piece = shard[start : start + PIECE].to(device)
-            parts = [torch.empty_like(piece) for _ in range(group.size())] if into is not None else None
+            if into is None:
+                dist.gather(piece, group=group, group_dst=0)
+                continue
+            parts = [torch.empty_like(piece) for _ in range(group.size())]
             dist.gather(piece, parts, group=group, group_dst=0)
-            for rank, part in enumerate(parts or []):
+            for rank, part in enumerate(parts):
                 first = bucket.offset + rank * shard.numel() + start
-                into[first : first + part.numel()] = part  # type: ignore[index]
+                into[first : first + part.numel()] = part
 
 
 class TorchAdamDistributedOptimizer(GatheringDistributedOptimizer):

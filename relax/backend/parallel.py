@@ -18,6 +18,9 @@ from relax.errors import UserError
 
 T = TypeVar("T")
 
+LONGEST_WORK = datetime.timedelta(days=1)  # of one rank, while the others wait in `agree`
+_waiting: dist.ProcessGroup | None = None  # all ranks, on gloo: its timeout is that, whatever the other groups' is
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
@@ -51,7 +54,11 @@ def initialize(
     virtual_stages: int | None = None,
     timeout_minutes: float = 10,
 ) -> None:
-    """Join the run (torchrun's environment variables, or a world of one) and build megatron-core's groups; seed everything."""
+    """Join the run (torchrun's environment variables, or a world of one) and build megatron-core's groups; seed everything.
+
+    timeout_minutes: of collective operations. Tokenizing and exporting on one rank may take longer: see `agree`.
+    """
+    global _waiting
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(minutes=timeout_minutes)
@@ -60,6 +67,7 @@ def initialize(
         else:
             store = dist.TCPStore("127.0.0.1", _free_port(), 1, is_master=True)
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        _waiting = dist.new_group(backend="gloo", timeout=LONGEST_WORK)
     with on_device(device):
         parallel_state.initialize_model_parallel(
             config.tensor,
@@ -78,7 +86,9 @@ def initialize(
 
 def shutdown() -> None:
     """Leave the run; safe to call twice."""
+    global _waiting
     if dist.is_initialized():
+        _waiting = None
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -104,7 +114,10 @@ def main_rank_first(work: Callable[[], T]) -> T:
 
 
 def agree(work: Callable[[], None] | None) -> None:
-    """Run `work` where there is any; if any rank met a UserError, raise the first one on all of them."""
+    """Run `work` where there is any; if any rank met a UserError, raise the first one on all of them.
+
+    The others wait for as long as it takes; they learn at once of a rank that died.
+    """
     problem = None
     try:
         if work is not None:
@@ -114,7 +127,7 @@ def agree(work: Callable[[], None] | None) -> None:
     problems = [problem]
     if dist.is_initialized() and dist.get_world_size() > 1:
         problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
+        dist.all_gather_object(problems, problem, group=_waiting)
     for text in problems:
         if text is not None:
             raise UserError(text)

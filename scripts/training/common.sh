@@ -8,6 +8,8 @@
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for more than one node: the same command on each, NODE_RANK 0 at MASTER_ADDR;
 #                                     ../entrypoint/slurm.sh and ../entrypoint/ray-job.sh set them
 #   NUM_ROLLOUT, GLOBAL_BATCH_SIZE, MAX_TOKENS_PER_GPU, LR, SAVE_INTERVAL, EVAL_INTERVAL
+#
+# A run script gives them its defaults and adds what its recipe is.
 
 fail() {
     echo "$(basename "$0"): $*" >&2
@@ -54,12 +56,26 @@ find_pairs() {
     done
 }
 
-# set_launcher: LAUNCHER starts the trainer (under torchrun where there are several processes), DEVICE_ARGS are its flags.
+# set_launcher: LAUNCHER starts the trainer (under torchrun where there are several processes), RUN_ARGS are the flags that
+# the variables stand for.
 set_launcher() {
     local nodes=${NNODES:-1} processes
     [[ $NUM_GPUS =~ ^[0-9]+$ ]] || fail "NUM_GPUS=$NUM_GPUS must be a whole number; 0 means CPU"
     [[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$nodes must be a whole number, at least 1"
-    DEVICE_ARGS=(--device "$( ((NUM_GPUS)) && echo cuda || echo cpu)")
+    RUN_ARGS=(
+        --hf-checkpoint "$HF_CHECKPOINT"
+        --load "$SAVE_DIR/$EXP_NAME"
+        --save "$SAVE_DIR/$EXP_NAME"
+        --save-interval "$SAVE_INTERVAL"
+        --prompt-data "$PROMPT_DATA"
+        ${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA" --eval-interval "$EVAL_INTERVAL"}
+        --num-rollout "$NUM_ROLLOUT"
+        --global-batch-size "$GLOBAL_BATCH_SIZE"
+        --max-tokens-per-gpu "$MAX_TOKENS_PER_GPU"
+        --lr "$LR"
+        --device "$( ((NUM_GPUS)) && echo cuda || echo cpu)"
+        --exp-name "$EXP_NAME"
+    )
     processes=$((NUM_GPUS ? NUM_GPUS : 1))
     LAUNCHER=(python)
     if [[ ${LAUNCH_ON:-} == ray ]]; then
@@ -79,8 +95,9 @@ set_launcher() {
     fi
 }
 
-# launch FLAGS...: train, with a copy of the output in log/EXP_NAME-<time>.log, one for each node. The status is the trainer's own. SIGTERM,
-# SIGINT and SIGUSR1 are passed on to it, so that it saves and stops; a closed terminal counts as SIGTERM.
+# launch FLAGS...: train by RUN_ARGS and FLAGS, with a copy of the output in log/EXP_NAME-<time>.log, one for each node. The
+# status is the trainer's own. SIGTERM, SIGINT and SIGUSR1 are passed on to it, so that it saves and stops; a closed terminal
+# counts as SIGTERM.
 launch() {
     local log code=0 status trainer='' signalled='' writer
     [[ " $* " != *' --dry-run '* ]] || LAUNCHER=(python) # it plans for all ranks in one process
@@ -93,7 +110,7 @@ launch() {
     trap 'forward INT' INT
     trap 'forward USR1' USR1
     set -m # a process group of its own: Ctrl-C reaches the trainer once, through this script
-    "${LAUNCHER[@]}" -m relax.train "$@" </dev/null >&3 2>&1 &
+    "${LAUNCHER[@]}" -m relax.train "${RUN_ARGS[@]}" "$@" </dev/null >&3 2>&1 &
     trainer=$!
     set +m
     while :; do # a signal ends `wait` early; 127 means that the trainer's status was taken before

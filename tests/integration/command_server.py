@@ -19,19 +19,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+# Megatron-core's import would load them, and they take as long to load as all the rest.
+UNUSED = {"torch._dynamo", "torch._inductor", "wandb", "tensorboard"}
+
 
 def preload() -> None:
     """Everything that a run imports."""
-    for name in (
-        "matplotlib.backends.backend_agg",
-        "torch",
-        "torch.distributed.run",
-        "transformers",
-        "relax.curves",
-        "relax.dry_run",
-        "relax.run",
-        "relax.scoring",
-    ):
+    for name in ("relax.dry_run", "relax.run", "relax.scoring"):
+        importlib.import_module(name)
+    loaded = UNUSED & sys.modules.keys()
+    assert not loaded, f"no run needs {loaded} at its start"
+    for name in ("matplotlib.backends.backend_agg", "torch._dynamo", "torch.distributed.run", "relax.curves"):
         importlib.import_module(name)
     for name in ("AutoTokenizer", "Qwen3Config"):  # lazy modules load when they are named
         getattr(sys.modules["transformers"], name)

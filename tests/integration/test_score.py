@@ -111,13 +111,16 @@ def test_a_policys_scores_are_those_of_transformers(
 def test_without_a_reference_and_on_two_ranks(policy: tuple[list[dict[str, Any]], str], place: Workplace, assets: Path) -> None:
     flags: Flags = {
         **SHARED,
-        "hf_checkpoint": "out/hf",
+        "hf_checkpoint": assets / "model",
+        "load": "out/run",
         "prompt_data": [assets / "eval.jsonl", assets / "train.jsonl"],
         "dpo_beta": 0.5,
         "output": "free.jsonl",
     }
+    place.path("out/run/latest_checkpointed_iteration.txt").unlink()  # what is taken instead is told once
     first, second = start_ranks(Workplace(place.server, place.directory, flags), module="relax.score")
     assert (first.wait().code, second.wait().code) == (0, 0) and not second.output()
+    assert first.output().count("taking iter_0000003, the newest complete checkpoint") == 1
     lines = read(place.path("free.jsonl"))
     assert [(line["file"], line["row"]) for line in lines] == [
         *((str(assets / "eval.jsonl"), row) for row in range(1, 4)),

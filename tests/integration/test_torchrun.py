@@ -1,4 +1,4 @@
-"""Two processes under torchrun: the same numbers as one, and one message for a user's error."""
+"""Two processes under torchrun: the same numbers as one, one message for a user's error, and patience with one rank's work."""
 
 import signal
 import socket
@@ -75,3 +75,9 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(fresh_place: Workpla
     for rank in start_ranks(place, **flags):
         assert rank.wait().code == 0
     assert timeless(place.log("run")) == timeless(place.log("whole"))
+
+
+def test_one_ranks_work_may_take_longer_than_a_collective_operation(fresh_place: Workplace) -> None:
+    place = Workplace(fresh_place.server, fresh_place.directory, {})
+    ranks = [rank.wait() for rank in start_ranks(place, module="tests.integration.slow_rank")]
+    assert [(rank.code, rank.out, rank.err) for rank in ranks] == [(0, "done\n", "")] * 2

@@ -73,8 +73,7 @@ def layouts() -> list[PackedLayout]:
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
 @pytest.mark.parametrize("at", range(7))
 def test_one_call_equals_a_call_for_each_block(backend: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash)
+    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen, "flash": flash}.get)
     layout, generator = layouts()[at], torch.Generator().manual_seed(at)
     keys = max(k1 for block in layout.blocks for _, k1 in block.keys)
 
@@ -100,8 +99,7 @@ def test_keys_are_gathered_only_where_blocks_take_others_than_their_own() -> Non
 
 
 def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash)
+    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen, "flash": flash}.get)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     bf16, fp32 = torch.bfloat16, torch.float32
     choose_backend = partial(attention.choose_backend, head_dim=64)
@@ -110,11 +108,11 @@ def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch: pytest.Monk
     assert choose_backend("auto", device=CUDA, dtype=bf16) == ("flash", "the fastest that is installed")
     assert choose_backend("varlen", device=CUDA, dtype=bf16) == ("varlen", "asked for")
     assert choose_backend("sdpa", device=CUDA, dtype=bf16) == ("sdpa", "asked for")
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen}.get)
     assert choose_backend("auto", device=CUDA, dtype=bf16) == ("varlen", "the fastest that is installed")
-    monkeypatch.setattr(attention, "varlen_attn", None)
+    monkeypatch.setattr(attention, "kernel_of", {}.get)
     assert choose_backend("auto", device=CUDA, dtype=bf16)[0] == "sdpa"
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen}.get)
     assert choose_backend("auto", device=CUDA, dtype=bf16, head_dim=20)[1].endswith("multiple of 8 up to 256, not 20")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert choose_backend("auto", device=CUDA, dtype=bf16)[1].endswith("compute capability 8.0")
@@ -131,7 +129,7 @@ def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch: pytest.Monk
 def test_a_backend_that_cannot_work_is_refused(
     asked: str, device: torch.device, dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen}.get)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(UserError, match=f"^--attention-backend {asked}: .*{why}"):
         choose_backend(asked, device=device, dtype=dtype, head_dim=64)

@@ -20,30 +20,16 @@ find_pairs data/ultrafeedback/ultrafeedback_train.jsonl data/ultrafeedback/ultra
     "python scripts/data/prepare_ultrafeedback_preferences.py --output-dir data/ultrafeedback"
 set_launcher
 
-MODEL_ARGS=(
-    --hf-checkpoint "$HF_CHECKPOINT"
-    --load "$SAVE_DIR/$EXP_NAME"
-    --save "$SAVE_DIR/$EXP_NAME"
-    --save-interval "$SAVE_INTERVAL"
-)
 LOSS_ARGS=(
     --loss-type dpo
     --dpo-beta 0.1
 )
 DATA_ARGS=(
-    --prompt-data "$PROMPT_DATA"
     --preference-max-length 1024
     --preference-max-completion-length 512
 )
-EVAL_ARGS=(${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA" --eval-interval "$EVAL_INTERVAL"})
-TRAIN_ARGS=(
-    --num-rollout "$NUM_ROLLOUT"
-    --global-batch-size "$GLOBAL_BATCH_SIZE"
-    --max-tokens-per-gpu "$MAX_TOKENS_PER_GPU"
-    --bf16
-)
 OPTIMIZER_ARGS=(
-    --lr "$LR"
+    --bf16
     --min-lr 0
     --lr-decay-style cosine
     --weight-decay 0
@@ -51,9 +37,5 @@ OPTIMIZER_ARGS=(
     --adam-beta2 0.999
     --clip-grad 1.0
 )
-LOG_ARGS=(
-    --exp-name "$EXP_NAME"
-)
 
-launch "${MODEL_ARGS[@]}" "${LOSS_ARGS[@]}" "${DATA_ARGS[@]}" "${EVAL_ARGS[@]}" "${TRAIN_ARGS[@]}" \
-    "${OPTIMIZER_ARGS[@]}" "${DEVICE_ARGS[@]}" "${LOG_ARGS[@]}" "$@"
+launch "${LOSS_ARGS[@]}" "${DATA_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "$@"

@@ -26,11 +26,7 @@ find_model Qwen/Qwen3-30B-A3B main
 find_pairs data/orca/orca_rlhf.jsonl '' "hf download Intel/orca_dpo_pairs orca_rlhf.jsonl --repo-type dataset --local-dir data/orca"
 set_launcher
 
-MODEL_ARGS=(
-    --hf-checkpoint "$HF_CHECKPOINT"
-    --load "$SAVE_DIR/$EXP_NAME"
-    --save "$SAVE_DIR/$EXP_NAME"
-    --save-interval "$SAVE_INTERVAL"
+SAVE_ARGS=(
     --async-save
     --keep-checkpoints 2
 )
@@ -40,20 +36,12 @@ LOSS_ARGS=(
     --moe-aux-loss-coeff 0.001
 )
 DATA_ARGS=(
-    --prompt-data "$PROMPT_DATA"
     --conversation-key-map '{"system": "system", "question": "prompt"}'
     --preference-max-length 4096
     --preference-max-completion-length 2048
 )
-EVAL_ARGS=(${EVAL_PROMPT_DATA:+--eval-prompt-data "$EVAL_PROMPT_DATA" --eval-interval "$EVAL_INTERVAL"})
-TRAIN_ARGS=(
-    --num-rollout "$NUM_ROLLOUT"
-    --global-batch-size "$GLOBAL_BATCH_SIZE"
-    --max-tokens-per-gpu "$MAX_TOKENS_PER_GPU"
-    --bf16
-)
 OPTIMIZER_ARGS=(
-    --lr "$LR"
+    --bf16
     --lr-decay-style constant
     --weight-decay 0
     --adam-beta1 0.9
@@ -71,9 +59,5 @@ PARALLEL_ARGS=(
     --recompute-method block
     --recompute-num-layers 12
 )
-LOG_ARGS=(
-    --exp-name "$EXP_NAME"
-)
 
-launch "${MODEL_ARGS[@]}" "${LOSS_ARGS[@]}" "${DATA_ARGS[@]}" "${EVAL_ARGS[@]}" "${TRAIN_ARGS[@]}" \
-    "${OPTIMIZER_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${DEVICE_ARGS[@]}" "${LOG_ARGS[@]}" "$@"
+launch "${SAVE_ARGS[@]}" "${LOSS_ARGS[@]}" "${DATA_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PARALLEL_ARGS[@]}" "$@"
