@@ -82,6 +82,7 @@ def main() -> None:
     group.directory("--model", "Hugging Face model directory (required)")
     group.other("--objective", choices=["dpo", "rm"], default="dpo", help="what to train")
     group.other("--dtype", choices=["bf16", "fp32"], default="fp32", help="dtype of the weights")
+    group.other("--lengths", nargs="+", choices=list(mixes(1)), default=list(mixes(1)), help="mixes of lengths")
     group.whole("--pairs", 8, "pairs in a step")
     group.whole("--turns", 5, "counted turns, after one to warm up")
     group.whole("--max-tokens-per-gpu", 4096, "token budget of a micro-batch")
@@ -100,7 +101,8 @@ def main() -> None:
     report: dict[str, Any] = {"machine": describe_machine(), "threads": torch.get_num_threads(), "results": []}
     print("| lengths | pairs shared | tokens, off / on | seconds, off / on | of the tokens' |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    for name, lengths in mixes(args.pairs).items():
+    for name in args.lengths:
+        lengths = mixes(args.pairs)[name]
         result = compare(engine, lengths, max_tokens=args.max_tokens_per_gpu, turns=args.turns)
         report["results"].append({"lengths": name, **result})
         print(

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Sharing costs some bookkeeping per block: a 32-token prompt before two 256-token answers (ratio 1.06) does not pay.
+# Sharing costs some bookkeeping per pair and layer. A model of 135 M parameters does not feel it on a CPU (at a ratio of 1.045
+# it saves 4%), but one that is 48 wide loses 2% at 1.035. From 1.1 on both gain.
 MIN_SHARING_GAIN = 1.1
 
 Bins = list[list[int]]

@@ -6,7 +6,6 @@ them alike: `sdpa`, torch's scaled dot-product attention, a call for each block,
 in half precision, `varlen` (torch's own kernel) and `flash` (the flash-attn package), one call for all blocks.
 """
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -18,8 +17,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
+from relax.backend.cpu_attention import attend_on_cpu
 from relax.backend.layout import PackedLayout, VarlenCall
-from relax.backend.products import widened
 from relax.errors import UserError
 
 Backend = Literal["sdpa", "varlen", "flash"]
@@ -115,23 +114,26 @@ class PackedAttention(MegatronModule):
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout, scale: float) -> torch.Tensor:
-    q, k, v = (widened(x).transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, head_dim]
-    grouped = q.size(1) != k.size(1)
-    out = []
-    with contextlib.nullcontext() if q.dtype == query.dtype else _kept_as(query.dtype):
-        for block in layout.blocks:
-            out.append(
-                F.scaled_dot_product_attention(
-                    q[:, :, block.q0 : block.q1],
-                    block.take_keys(k),
-                    block.take_keys(v),
-                    attn_mask=layout.mask(block, q.device),
-                    is_causal=block.is_square,
-                    scale=scale,
-                    enable_gqa=grouped,
-                )
-            )
-    return torch.cat(out, 2)[0].transpose(0, 1).to(query.dtype)
+    if query.device.type == "cpu":
+        return attend_on_cpu(query, key, value, layout, scale)
+    return _call_each(query, key, value, layout, scale)
+
+
+def _call_each(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout, scale: float) -> torch.Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, head_dim]
+    out = [
+        F.scaled_dot_product_attention(
+            q[:, :, block.q0 : block.q1],
+            block.take_keys(k),
+            block.take_keys(v),
+            attn_mask=layout.mask(block, q.device),
+            is_causal=block.is_square,
+            scale=scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        for block in layout.blocks
+    ]
+    return torch.cat(out, 2)[0].transpose(0, 1)
 
 
 def _in_one_call(call_kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -171,16 +173,3 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Va
 
 
 BACKENDS = {"sdpa": _sdpa, "varlen": _in_one_call(_varlen), "flash": _in_one_call(_flash)}
-
-
-def _kept_as(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """What attention computes wider than `dtype` its backward finds rounded to it, as a `dtype` kernel keeps it.
-
-    That changes nothing in queries, keys and values, which were widened from it.
-    """
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        rows_and_heads = tensor.dim() == 4 and tensor.is_floating_point()  # not the logsumexp
-        return tensor.to(dtype) if rows_and_heads else tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(keep, widened)

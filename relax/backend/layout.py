@@ -1,7 +1,8 @@
 """From pairs in a micro-batch to tensors: token rows, positions, attention blocks and the rows to score.
 
 Each pair becomes `prompt chosen prompt rejected`, or `prompt chosen rejected` where the plan shares its prompt; the rejected
-answer then attends to the prompt and itself alone, and its positions restart after the prompt. Padding rows (to a length
+answer then attends to the prompt and itself alone, and its positions restart after the prompt. `prompt chosen` is one plain
+causal block either way. Padding rows (to a length
 that the parallel layout divides) form a block of their own that nothing scores. Under context parallelism rank r holds
 chunks r and 2*size-1-r of the pack (zig-zag, so that causal work balances) and the key ranges still count in whole-pack rows.
 
@@ -50,6 +51,14 @@ class Block:
         """rows [1, heads, pack rows, head_dim] -> this block's key rows, in order."""
         parts = [rows[:, :, k0:k1] for k0, k1 in self.keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def add_to_keys(self, rows: torch.Tensor, part: torch.Tensor) -> None:
+        """Add part [1, heads, keys, head_dim], for this block's first keys, to the pack's rows [1, heads, rows, head_dim]."""
+        first = 0
+        for k0, k1 in self.keys:
+            size = min(k1 - k0, part.size(2) - first)
+            rows[:, :, k0 : k0 + size] += part[:, :, first : first + size]
+            first += size
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +169,8 @@ def build_layout(
     """
     pack = _Pack()
     for pair, share in zip(pairs, shared, strict=True):
-        first = pack.add(pair.prompt) if share else 0
-        for completion in (pair.chosen, pair.rejected):
-            _add_completion(pack, pair.prompt, completion, prompt_row=first if share else None, head=head)
+        prompt_row = _add_completion(pack, pair.prompt, pair.chosen, head=head)
+        _add_completion(pack, pair.prompt, pair.rejected, head=head, prompt_row=prompt_row if share else None)
     step = multiple * (2 * cp_size if cp_size > 1 else 1)
     real = pack.rows
     padding = -pack.rows % step if pack.rows else max(step, 1)
@@ -171,18 +179,21 @@ def build_layout(
     return _shard(pack, real=real, device=device, rank=cp_rank, size=cp_size)
 
 
-def _add_completion(pack: _Pack, prompt: np.ndarray, completion: np.ndarray, *, prompt_row: int | None, head: str) -> None:
+def _add_completion(
+    pack: _Pack, prompt: np.ndarray, completion: np.ndarray, *, head: str, prompt_row: int | None = None
+) -> int:
+    """Append a completion after its prompt, or after the one that lies at `prompt_row`; returns the prompt's first row."""
     size, length = len(prompt), len(completion)
     if prompt_row is None:
-        first = pack.add(np.concatenate((prompt, completion))) + size
-        before = first - 1  # the row that predicts the completion's first token
+        prompt_row = pack.add(np.concatenate((prompt, completion)))
+        first = prompt_row + size
     else:
         first = pack.add(completion, position=size, after=((prompt_row, prompt_row + size),))
-        before = prompt_row + size - 1
     if head == "scalar":
         pack.score(np.array([first + length - 1]), completion[-1:])
-    else:
-        pack.score(np.concatenate(([before], np.arange(first, first + length - 1))), completion)
+    else:  # the prompt's last row predicts the completion's first token
+        pack.score(np.concatenate(([prompt_row + size - 1], np.arange(first, first + length - 1))), completion)
+    return prompt_row
 
 
 def _shard(pack: _Pack, *, real: int, device: torch.device, rank: int, size: int) -> PackedLayout:

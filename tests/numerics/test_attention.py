@@ -1,4 +1,4 @@
-"""Attention backends: the one call for all blocks gives what a call for each gives, and each is chosen where it can work.
+"""Attention backends: all give the same for blocks of every kind, and each is chosen where it can work.
 
 No variable-length kernel runs on a CPU: a reference of the same signature stands in, so that what is tested is the index
 arithmetic. benchmarks/gpu_check.sh compares the kernels themselves on a GPU.
@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from relax.backend import attention
+from relax.backend import attention, cpu_attention
 from relax.backend.attention import BACKENDS, choose_backend
 from relax.backend.layout import PackedLayout, build_layout
+from relax.backend.products import cpu_multiplies_bf16
 from relax.errors import UserError
 from tests.models import random_pairs
 
@@ -70,23 +71,44 @@ def layouts() -> list[PackedLayout]:
     return made
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash"])
-@pytest.mark.parametrize("at", range(7))
-def test_one_call_equals_a_call_for_each_block(backend: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen, "flash": flash}.get)
-    layout, generator = layouts()[at], torch.Generator().manual_seed(at)
+def draw(layout: PackedLayout, generator: torch.Generator, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries for the layout's rows, keys and values for all that they see."""
     keys = max(k1 for block in layout.blocks for _, k1 in block.keys)
+    sizes = ((layout.ids.size(0), HEADS), (keys, GROUPS), (keys, GROUPS))
+    return [torch.randn(*size, WIDTH, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for size in sizes]
 
-    def draw(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(rows, heads, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
 
-    inputs = draw(layout.ids.size(0), HEADS), draw(keys, GROUPS), draw(keys, GROUPS)
+@pytest.mark.parametrize("backend", ["varlen", "flash", "sdpa on a GPU"])
+@pytest.mark.parametrize("at", range(7))
+def test_backends_agree(backend: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen, "flash": flash}.get)
+    monkeypatch.setattr(cpu_attention, "QUERIES", 3)  # several calls for a block
+    layout = layouts()[at]
+    inputs = draw(layout, torch.Generator().manual_seed(at), torch.float64)
     found = []
-    for name in ("sdpa", backend):
-        out = BACKENDS[name](*inputs, layout, 0.3)
+    for attend in (BACKENDS["sdpa"], BACKENDS.get(backend, attention._call_each)):
+        out = attend(*inputs, layout, 0.3)
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_half_precision_rounds_once_and_is_what_backward_keeps(at: int) -> None:
+    """On a CPU: values are the fp32 ones rounded; gradients differ by the rounding of the output that backward finds."""
+    layout, kept = layouts()[at], []
+    inputs = draw(layout, torch.Generator().manual_seed(at), torch.bfloat16)
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = BACKENDS["sdpa"](*inputs, layout, 0.3)
+    expected = BACKENDS["sdpa"](*wide, layout, 0.3)
+    exact = {} if cpu_multiplies_bf16() else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(out, expected.bfloat16(), **exact)
+    grads = [torch.autograd.grad(x.square().sum(), x_in) for x, x_in in ((out, inputs), (expected, wide))]
+    for mine, theirs in zip(*grads, strict=True):
+        assert float((mine.float() - theirs).norm()) <= 2e-2 * float(theirs.norm())
+    rows = layout.ids.size(0)
+    assert sum(x.nbytes for x in kept) == sum(x.nbytes for x in (*inputs, out)) + 4 * rows * HEADS  # and the log-sum-exps
 
 
 def test_keys_are_gathered_only_where_blocks_take_others_than_their_own() -> None:

@@ -36,11 +36,7 @@ def test_a_shared_prompt_stands_once() -> None:
     layout = layout_of([PAIR], True)
     assert layout.ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert layout.positions.tolist() == [0, 1, 2, 3, 4, 3]
-    assert layout.blocks == (
-        Block(0, 3, ((0, 3),)),
-        Block(3, 5, ((0, 3), (3, 5))),
-        Block(5, 6, ((0, 3), (5, 6))),
-    )
+    assert layout.blocks == (Block(0, 5, ((0, 5),)), Block(5, 6, ((0, 3), (5, 6))))
     assert layout.score_rows.tolist() == [2, 3, 2]  # the prompt's last row predicts both first tokens
     assert layout.targets.tolist() == [4, 5, 6]
     assert layout.target_counts.tolist() == [2, 1]
@@ -97,12 +93,12 @@ def test_no_pairs_give_the_shortest_pack(multiple: int, cp_size: int, rows: int)
 
 
 def test_masks_are_bottom_right_causal_and_made_once() -> None:
-    layout = layout_of([PAIR], True)
-    prompt, chosen, _ = layout.blocks
-    assert layout.mask(prompt, CPU) is None
-    mask = layout.mask(chosen, CPU)
+    layout = layout_of([TokenPair(prompt=PAIR.prompt, chosen=PAIR.rejected, rejected=PAIR.chosen)], True)
+    chosen, rejected = layout.blocks
+    assert layout.mask(chosen, CPU) is None
+    mask = layout.mask(rejected, CPU)
     assert mask is not None and mask.tolist() == [[True] * 4 + [False], [True] * 5]
-    assert layout.mask(chosen, CPU) is mask
+    assert layout.mask(rejected, CPU) is mask
 
 
 # What a query sees
