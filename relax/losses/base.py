@@ -3,12 +3,16 @@
 Invariants:
 - A loss sees pairs, never tokens, batches or ranks: it returns a value per pair, and the engine sums and divides once.
 - Metrics are detached, one value per pair, named by `metric_names` and in its order, "loss" first.
+- The command line reads the losses' fields: these modules load torch when a loss is computed, so that `--help` answers at once.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,16 @@ Rafailov et al. 2023, "Direct Preference Optimization", equation 7. Invariants:
 - Without a reference, rewards are beta times the policy's own log-probabilities, and no `ref_*` metric exists.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
-
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from relax.losses.base import ACCURACY_NAMES, PairScores, accuracies
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class DPO:
 
     def __call__(self, scores: PairScores) -> tuple[Tensor, dict[str, Tensor]]:
         """-logsigmoid(reward_chosen - reward_rejected), `[num_pairs]`; row margins are for reward models only."""
+        from torch.nn.functional import logsigmoid
+
         reward_chosen, reward_rejected = self._rewards(scores)
         reward_margin = reward_chosen - reward_rejected
         losses = -logsigmoid(reward_margin)

@@ -7,13 +7,15 @@ Bradley and Terry 1952, as in Ouyang et al. 2022 (InstructGPT), equation 1; row 
 - A row's margin moves the loss only: `score_margin` and the accuracies report plain scores.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from __future__ import annotations
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from relax.losses.base import ACCURACY_NAMES, PairScores, accuracies
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class RewardModel:
 
     def __call__(self, scores: PairScores) -> tuple[Tensor, dict[str, Tensor]]:
         """-logsigmoid(chosen - rejected - margin), `[num_pairs]`; no margin counts as 0."""
+        from torch.nn.functional import logsigmoid
+
         score_margin = scores.chosen - scores.rejected
         losses = -logsigmoid(score_margin if scores.margin is None else score_margin - scores.margin)
         metrics = {
