@@ -9,8 +9,8 @@ ruff check .
 ruff format --check .
 mypy
 
-# Tests start processes of their own: one thread each, or they fight for the cores.
+# Tests start processes of their own: one thread each, or they fight for the cores. Two files at a time, the long ones first.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 COVERAGE_ARGS=(--cov --cov-report=term)
 (($#)) || COVERAGE_ARGS+=(--cov-fail-under=90) # a part of the tests covers a part of the code
-python -m pytest "${COVERAGE_ARGS[@]}" "$@"
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "${COVERAGE_ARGS[@]}" "$@"

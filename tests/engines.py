@@ -135,7 +135,7 @@ def train_and_resume(engine: Engine, *, distributed: bool = False, save: Path | 
     """An optimizer step on each of BATCHES and an evaluation, against the engine's start as reference where it needs one.
 
     save: where to leave a checkpoint after step SAVED; load: where to take it from, in place of the steps before. The result,
-    as plain lists: per-pair values of every step and of the evaluation, gradient norms, weights by name on rank 0.
+    per-pair values of every step and of the evaluation, gradient norms, weights by name on rank 0.
     """
     pairs = make_pairs(SIZES, below=engine.hf_config.vocab_size)
     batches = []
@@ -161,7 +161,7 @@ def train_and_resume(engine: Engine, *, distributed: bool = False, save: Path | 
     return {
         "values": [result.values.tolist() for result in results] + [engine.evaluate(batches[-2]).tolist()],
         "norms": [result.grad_norm for result in results],
-        "weights": {name: tensor.flatten().tolist() for name, tensor in parameters(engine).items()},
+        "weights": parameters(engine),
     }
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,3 +41,4 @@ def _what_training_needs() -> Iterator[None]:
 with _what_training_needs():
     import megatron.core
     import megatron.core.models.gpt  # noqa: F401
+gc.freeze()  # what importing made stays, and need not be walked by the collection that megatron asks for at each checkpoint

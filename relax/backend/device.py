@@ -101,6 +101,8 @@ class _CudaAsCpu(TorchFunctionMode):
         super().__exit__(*exc)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not kwargs and func not in _PLACED:  # nearly all, once a model stands
+            return func(*args)
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
@@ -114,6 +116,9 @@ class _CudaAsCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         return func(*args, **kwargs)
+
+
+_PLACED = {torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to}
 
 
 def _names_cuda(device: Any) -> bool:

@@ -49,7 +49,7 @@ def main(directory: Path) -> None:
                 results[path.name]["resumed"] = train(path, head, layout, load=former, **options)
         saved[distributed] = output
         results["error"] = refused(Path(job["contradiction"]), layout)
-        (output / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+        torch.save(results, output / f"rank{dist.get_rank()}.pt")
         parallel_state.destroy_model_parallel()
     parallel.shutdown()
 

@@ -96,7 +96,7 @@ def two_process_results(one_process_results: dict[str, Any], tmp_path_factory: p
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_agree_with_one_process(one_process_results: dict[str, Any], two_process_results: Path, layout: str) -> None:
     root, directory = one_process_results["root"], two_process_results / layout
-    found = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    found = [torch.load(directory / f"rank{rank}.pt") for rank in (0, 1)]
     for name in MODELS:
         expected = one_process_results[name]
         for rank in found:
@@ -110,7 +110,7 @@ def test_weights_agree_with_one_process(one_process_results: dict[str, Any], two
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_agrees_with_one_process(one_process_results: dict[str, Any], two_process_results: Path, layout: str) -> None:
-    found = [json.loads((two_process_results / layout / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    found = [torch.load(two_process_results / layout / f"rank{rank}.pt") for rank in (0, 1)]
     for name in TRAINED:
         trained = found[0][name]["trained"]
         assert trained["values"] == found[1][name]["trained"]["values"]  # every rank has every pair's
@@ -124,7 +124,7 @@ def test_a_resumed_run_continues_under_any_layout(
     one_process_results: dict[str, Any], two_process_results: Path, layout: str
 ) -> None:
     """Under this layout from the one before it, the first from one process; in one process from this layout's checkpoint."""
-    found = json.loads((two_process_results / layout / "rank0.json").read_text())
+    found = torch.load(two_process_results / layout / "rank0.pt")
     for name in TRAINED:
         expected = one_process_results[name]["trained"]
         assert_like_one_process(found[name]["resumed"], expected)
@@ -143,8 +143,4 @@ def assert_like_one_process(found: dict[str, Any], expected: dict[str, Any]) -> 
         torch.testing.assert_close(values, wanted, rtol=tolerance, atol=tolerance)
     assert found["norms"][0] == pytest.approx(expected["norms"][-steps], rel=1e-5 if steps == len(BATCHES) else 1e-4)
     assert found["norms"] == pytest.approx(expected["norms"][-steps:], rel=1e-4)
-    assert_near(
-        {n: torch.tensor(w) for n, w in found["weights"].items()},
-        {n: torch.tensor(w) for n, w in expected["weights"].items()},
-        tolerance=1e-4,
-    )
+    assert_near(found["weights"], expected["weights"], tolerance=1e-4)
