@@ -71,10 +71,6 @@ class PairWriter(Protocol):
     def add(self, pairs: PairBlock) -> None:
         """Append some pairs."""
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """[num_pairs, 3] of the pairs so far."""
-
 
 class PairDataset:
     """Memory-mapped tokenized pairs.
@@ -152,19 +148,15 @@ class EntryWriter:
         self._hashes.append(pairs.hashes)
         self._margins.append(pairs.margins)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [num_pairs, 3] so far."""
-        return np.concatenate([np.empty((0, 3), np.int64), *self._lengths])
-
     def publish(self, report: dict[str, Any]) -> None:
         """Complete the entry and give it its name; an equal entry that another process published first stays."""
+        lengths = np.concatenate([np.empty((0, 3), np.int64), *self._lengths])
         hashes = np.concatenate([np.empty((0, 16), np.uint8), *self._hashes])
         margins = np.concatenate([np.empty(0, np.float32), *self._margins])
         has_margins = not np.isnan(margins).all()
         margins = np.nan_to_num(margins, nan=0.0)
         digest = hashlib.sha256(hashes.tobytes())
-        arrays = {"lengths": self.lengths, "hashes": hashes}
+        arrays = {"lengths": lengths, "hashes": hashes}
         if has_margins:
             digest.update(margins.astype("<f4").tobytes())
             arrays["margins"] = margins

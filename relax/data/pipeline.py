@@ -4,10 +4,10 @@ files -> scan (format, columns, broken lines) -> chunks -> workers (rows, render
 writer. Training writes a cache entry, preprocessing a tokenized prefix: the same path, so the same pairs.
 
 Invariants: the pairs depend on file contents, tokenizer and options alone; they come in the same order for any number
-of workers; memory is bounded by a few chunks per worker plus some tens of bytes a pair.
+of workers; memory is bounded by a few chunks per worker, plus what the writer keeps of a pair.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from relax.data.dataset import PairWriter
 from relax.data.options import DataOptions
 from relax.data.prefix import is_prefix
 from relax.data.provenance import check_provenance
-from relax.data.report import MARK_NAMES, DataReport, FileSummary, Rejections, counted, token_statistics
+from relax.data.report import MARK_NAMES, DataReport, FileSummary, Rejections, TokenCounts, counted
 from relax.data.rows import DELIBERATE, REASONS
 from relax.data.scan import FileScan, scan_file
 from relax.data.seen import SeenRows
@@ -112,10 +112,11 @@ class Collector:
         self._writer = writer
         self._files = files
         self._options = options
-        self._rejected: dict[str, Rejections] = {}
+        self._rejected: dict[str, Rejections] = defaultdict(Rejections)
         self._marks: Counter[str] = Counter()
         self._unused: Counter[str] = Counter()
         self._seen = SeenRows()
+        self._tokens = TokenCounts()
 
     def add(self, result: ChunkResult) -> int:
         """Take one chunk's result; returns its row count. Raises `UserError` for its first bad row when strict."""
@@ -130,7 +131,9 @@ class Collector:
         self._unused.update(result.unused_columns)
         marks = result.marks[keep]
         self._marks.update({name: int(np.count_nonzero(marks & mark)) for mark, (name, _) in MARK_NAMES.items()})
-        self._writer.add(result.pairs.select(keep))
+        pairs = result.pairs.select(keep)
+        self._tokens.add(pairs.lengths)
+        self._writer.add(pairs)
         return len(result.numbers) + len(result.rejections)
 
     def _duplicate(self, file: int, number: int, keys: Sequence[bytes]) -> Rejection | None:
@@ -147,17 +150,16 @@ class Collector:
                 f"{self._files[file].path}:{rejection.number}: {rejection.code}: {rejection.detail}. "
                 "Repair the row, or drop bad rows by leaving out --strict-data."
             )
-        self._rejected.setdefault(rejection.code, Rejections()).add((file, rejection.number), rejection.detail)
+        self._rejected[rejection.code].add((file, rejection.number), rejection.detail)
 
     def report(self, title: str) -> DataReport:
         """What became of the rows taken so far."""
-        lengths = self._writer.lengths
         return DataReport(
             title=title,
             files=self._files,
-            rows_kept=len(lengths),
+            rows_kept=self._tokens.pairs,
             rejected={code: self._rejected[code] for code in REASONS if code in self._rejected},
             marks=dict(self._marks),
             unused_columns=dict(sorted(self._unused.items())),
-            tokens=token_statistics(lengths),
+            tokens=self._tokens.statistics(),
         )

@@ -16,7 +16,7 @@ from relax.data.options import INSTRUCTION, DataOptions
 from relax.data.pipeline import scan_files, tokenize_files
 from relax.data.prefix import is_prefix
 from relax.data.provenance import AUTO, describe_template, describe_tokenizer
-from relax.data.report import DataReport
+from relax.data.report import DataReport, OneByOne
 from relax.data.sources import expand_paths
 from relax.data.templates import load_template
 from relax.data.tokenized import IndexedFormat
@@ -130,5 +130,5 @@ def _sidecar(settings: Settings, *, tokenizer: Any, options: DataOptions, report
         "tokenizer": describe_tokenizer(tokenizer, Path(settings.tokenizer_name_or_path)),
         "template": describe_template(tokenizer, options, prompt_type=settings.prompt_type),
         "versions": {name: version(name) for name in ("relax", "transformers", "tokenizers", "megatron-core")},
-        "report": report.to_json(),
+        "report": report.to_json(rows=OneByOne),
     }

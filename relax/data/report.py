@@ -1,11 +1,14 @@
 """What became of every row: the table for the console and the JSON for `data_report.json`.
 
 Invariants: rows read = rows kept + rejected rows over all reasons; every refused row is listed under its reason's
-stable code with file and row number, the first few with what was wrong.
+stable code with file and row number, the first few with what was wrong. Memory grows neither with the rows read, whose
+lengths are only counted, nor with the refused ones, which are kept on disk.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -33,11 +36,33 @@ class FileSummary:
     rows: int
 
 
+class RowNumbers:
+    """(file, row number) of some rows, in order; on disk where they are many, as `SeenRows` is."""
+
+    def __init__(self, rows: Iterable[tuple[int, int]] = ()) -> None:
+        self._count = 0
+        self._database = sqlite3.connect("", isolation_level=None)
+        self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute("CREATE TABLE rows (file INTEGER, number INTEGER)")
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: tuple[int, int]) -> None:
+        self._database.execute("INSERT INTO rows VALUES (?, ?)", row)
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self._database.execute("SELECT file, number FROM rows ORDER BY rowid")
+
+
 @dataclass(frozen=True, slots=True)
 class Rejections:
-    """The rows refused for one reason: (file, row number) of each, and what was wrong with the first few."""
+    """The rows refused for one reason, and what was wrong with the first few."""
 
-    rows: list[tuple[int, int]] = field(default_factory=list)
+    rows: RowNumbers = field(default_factory=RowNumbers)
     details: list[str] = field(default_factory=list)
 
     def add(self, row: tuple[int, int], detail: str) -> None:
@@ -77,7 +102,8 @@ class DataReport:
 
     def to_meta(self) -> dict[str, Any]:
         """What a cache entry keeps: everything but the title and the paths, which a later reader may know otherwise."""
-        meta = dataclasses.asdict(self)
+        meta = dataclasses.asdict(dataclasses.replace(self, rejected={}))
+        meta["rejected"] = {code: {"rows": list(r.rows), "details": r.details} for code, r in self.rejected.items()}
         del meta["title"]
         for file in meta["files"]:
             del file["path"]
@@ -88,7 +114,7 @@ class DataReport:
         """The report of a cache entry, for the files as they are called now."""
         files = (FileSummary(path=path, **file) for path, file in zip(paths, meta["files"], strict=True))
         rejected = {
-            code: Rejections(rows=[(file, number) for file, number in value["rows"]], details=value["details"])
+            code: Rejections(rows=RowNumbers(value["rows"]), details=value["details"])
             for code, value in meta["rejected"].items()
         }
         return cls(title=title, **{**meta, "files": tuple(files), "rejected": rejected})
@@ -114,8 +140,8 @@ class DataReport:
                 lines.append(f"  {part:<10}" + "".join(f"{values[name]:>10,.0f}" for name in names))
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
-        """The whole report; every refused row is in it."""
+    def to_json(self, *, rows: Callable[[Iterable[str]], list[str]] = list) -> dict[str, Any]:
+        """The whole report; every refused row is in it, in lists that `rows` makes."""
         return {
             "title": self.title,
             "files": [{"path": file.path, "format": file.format, "rows": file.rows} for file in self.files],
@@ -129,7 +155,7 @@ class DataReport:
                         {"row": self.where(row), "detail": detail}
                         for row, detail in zip(rejections.rows, rejections.details, strict=False)
                     ],
-                    "rows": [self.where(row) for row in rejections.rows],
+                    "rows": rows(map(self.where, rejections.rows)),
                 }
                 for code, rejections in self.rejected.items()
             },
@@ -139,31 +165,58 @@ class DataReport:
         }
 
 
+class OneByOne(list[str]):
+    """What `json.dump` writes as a list, taking one element after another."""
+
+    def __init__(self, elements: Iterable[str]) -> None:
+        super().__init__()
+        self._elements = elements
+
+    def __bool__(self) -> bool:  # it would write nothing of an empty list
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._elements)
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun: 1 row, 2,000 rows."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def token_statistics(lengths: np.ndarray) -> dict[str, dict[str, float]]:
-    """Token counts of the kept pairs; `lengths` int [num_pairs, 3] of P, C, R. `total` is 2P + C + R."""
-    if not len(lengths):
-        return {}
-    total = lengths.sum(axis=1) + lengths[:, 0]
-    parts: Sequence[tuple[str, np.ndarray]] = (
-        ("prompt", lengths[:, 0]),
-        ("chosen", lengths[:, 1]),
-        ("rejected", lengths[:, 2]),
-        ("total", total),
-    )
-    return {
-        name: {
-            "min": float(values.min()),
-            "mean": float(values.mean()),
-            "p50": float(np.percentile(values, 50)),
-            "p90": float(np.percentile(values, 90)),
-            "p99": float(np.percentile(values, 99)),
-            "max": float(values.max()),
-            "sum": float(values.sum()),
+class TokenCounts:
+    """Token counts of the kept pairs: exact statistics of any number of them, from how often each length comes."""
+
+    def __init__(self) -> None:
+        self.pairs = 0
+        self._counts: dict[str, Counter[int]] = {part: Counter() for part in ("prompt", "chosen", "rejected", "total")}
+
+    def add(self, lengths: np.ndarray) -> None:
+        """Count some pairs; `lengths` int [num_pairs, 3] of P, C, R. `total` is 2P + C + R."""
+        self.pairs += len(lengths)
+        total = lengths.sum(axis=1) + lengths[:, 0]
+        for counts, values in zip(self._counts.values(), [*lengths.T, total], strict=True):
+            counts.update(values.tolist())
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """By part; percentiles as numpy's, linear between neighbours."""
+        return {part: self._part(counts) for part, counts in self._counts.items()} if self.pairs else {}
+
+    def _part(self, counts: Counter[int]) -> dict[str, float]:
+        values = sorted(counts)
+        ends = np.cumsum([counts[value] for value in values])
+        total = sum(value * count for value, count in counts.items())
+
+        def percentile(percent: int) -> float:
+            place, between = divmod((self.pairs - 1) * percent, 100)
+            low, high = (values[np.searchsorted(ends, place + step, side="right")] for step in (0, between > 0))
+            return low + (high - low) * between / 100
+
+        percentiles = {f"p{percent}": percentile(percent) for percent in (50, 90, 99)}
+        return {
+            "min": float(values[0]),
+            "mean": total / self.pairs,
+            **percentiles,
+            "max": float(values[-1]),
+            "sum": float(total),
         }
-        for name, values in parts
-    }

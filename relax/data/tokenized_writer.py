@@ -1,7 +1,7 @@
 """Pairs -> a tokenized prefix on disk.
 
 Invariants: the files appear under their final names only when all are complete; an older prefix of the same name is
-taken away first, index by index, so that no mixture of both can ever be read.
+taken away first, index by index, so that no mixture of both can ever be read; memory does not grow with the pairs.
 """
 
 import json
@@ -28,7 +28,7 @@ class TokenizedWriter:
         self._indexed = indexed
         self._instructions = instructions
         self._fields = INSTRUCTION_FIELDS if instructions else PAIR_FIELDS
-        self._lengths: list[np.ndarray] = []
+        self._num_pairs = 0
         self._scratch = scratch_directory(prefix)
         self._aside: Path  # the prefix inside the scratch directory
         self._builders: dict[str, FieldBuilder]
@@ -46,12 +46,7 @@ class TokenizedWriter:
         for row in instruction_rows(pairs) if self._instructions else pair_rows(pairs):
             for field, ids in row.items():
                 self._builders[field].add(ids)
-        self._lengths.append(pairs.lengths)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int [num_pairs, 3] so far."""
-        return np.concatenate([np.empty((0, 3), np.int32), *self._lengths])
+        self._num_pairs += len(pairs.lengths)
 
     def publish(self, sidecar: Mapping[str, Any]) -> None:
         """Complete the files, describe them in the sidecar, and give all of them their names."""
@@ -62,8 +57,10 @@ class TokenizedWriter:
             for file in field_files(self._aside, field):
                 _sync(file)
                 digests[file.name.removeprefix(self._aside.name)] = file_sha256(file)
-        described = json.dumps({**sidecar, "num_pairs": len(self.lengths), "files": digests}, indent=1, ensure_ascii=False)
-        sidecar_path(self._aside).write_text(described + "\n", encoding="utf-8")
+        with sidecar_path(self._aside).open("w", encoding="utf-8") as stream:
+            described = {**sidecar, "num_pairs": self._num_pairs, "files": digests}
+            json.dump(described, stream, indent=1, ensure_ascii=False)
+            stream.write("\n")
         _sync(sidecar_path(self._aside))
         self._remove_older()
         # Indexes follow the data, and the sidecar comes last: an incomplete prefix cannot be taken for a complete one.

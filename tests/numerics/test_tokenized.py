@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 from relax.backend import indexed
 from relax.data import DataOptions, DataReport, PairDataset, load_pairs, pipeline
+from relax.data.dataset import PairBlock
+from relax.data.pipeline import Collector
 from relax.data.prefix import PAIR_FIELDS, field_path, sidecar_path
 from relax.data.preprocessing import Settings, preprocess
+from relax.data.report import FileSummary, OneByOne
 from relax.data.tokenized_writer import TokenizedWriter
 from relax.data.tokenizer import load_tokenizer
+from relax.data.worker import ChunkResult, Rejection
 from relax.errors import UserError
 from relax.preprocess import TEMPLATES
 from tests.unit.data_samples import LLAMA, QWEN3, assistant, build_tokenizer, chat_row, user, write_jsonl
@@ -133,6 +138,67 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizers:
         tokenize(raw, tokenizers / "chatml", prefix=tmp_path / str(workers) / "t", workers=workers)
     one, two = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "12")
     assert len(one) == 9 and one == two
+
+
+@pytest.mark.parametrize("block", [1, 3, 7, 100])
+def test_the_files_are_those_of_megatrons_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int):
+    monkeypatch.setattr(indexed, "_BLOCK", block)
+    ours, theirs = indexed.create_field(str(tmp_path / "ours")), IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), np.int32)
+    for length in (3, 1, 4, 1, 5, 9, 2):
+        ids = np.arange(length, dtype=np.int32) * 70_000
+        ours.add(ids)
+        theirs.add_document(ids, [length])
+    ours.finish()
+    theirs.finalize(str(tmp_path / "theirs.idx"))
+    for kind in ("bin", "idx"):
+        assert (tmp_path / f"ours.{kind}").read_bytes() == (tmp_path / f"theirs.{kind}").read_bytes()
+
+
+def chunk(first: int) -> ChunkResult:
+    """500 rows from row `first`: half of them pairs of the same three short parts, half refused."""
+    pairs = PairBlock(
+        tokens=np.tile(np.array([1, 2, 3, 4], np.int32), 250),
+        lengths=np.tile(np.array([2, 1, 1], np.int32), (250, 1)),
+        trained=np.ones((250, 2), np.int32),
+        hashes=np.zeros((250, 16), np.uint8),
+        margins=np.zeros(250, np.float32),
+    )
+    return ChunkResult(
+        file=0,
+        pairs=pairs,
+        numbers=list(range(first, first + 500, 2)),
+        marks=np.zeros(250, np.uint8),
+        keys=[[number.to_bytes(16, "big")] for number in range(first, first + 500, 2)],
+        rejections=[Rejection(number, "identical", "equal") for number in range(first + 1, first + 500, 2)],
+        unused_columns={},
+    )
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is kept of 20,000 rows, half of them refused, and writing the index and the report takes less than they are."""
+    monkeypatch.setattr(indexed, "_BLOCK", 1000)
+    rows = 20_000
+    with TokenizedWriter(tmp_path / "t", indexed=indexed, instructions=False) as writer:
+        collector = Collector(writer, files=(FileSummary("a.jsonl", "implicit_prompt", 2 * rows),), options=DataOptions())
+        for first in range(1, rows, 500):
+            collector.add(chunk(first))
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for first in range(1 + rows, 2 * rows, 500):
+            collector.add(chunk(first))
+        kept = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.reset_peak()
+        writer.publish({"report": collector.report("t").to_json(rows=OneByOne)})
+        peak = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.stop()
+    assert kept < 100_000 and peak < 700_000, (kept, peak)
+    sidecar = json.loads(sidecar_path(tmp_path / "t").read_text())
+    assert sidecar["num_pairs"] == rows and sidecar["report"]["tokens"]["total"] == {
+        "min": 6, "mean": 6, "p50": 6, "p90": 6, "p99": 6, "max": 6, "sum": 6 * rows
+    }  # fmt: skip
+    refused = sidecar["report"]["rejected"]["identical"]
+    assert refused["count"] == rows and refused["rows"] == [f"a.jsonl:{number}" for number in range(2, 2 * rows + 1, 2)]
+    assert len(IndexedDataset(field_path(tmp_path / "t", "rejected_labels"))) == rows
 
 
 def test_what_is_interrupted_leaves_the_older_files(tmp_path: Path, tokenizers: Path, monkeypatch: pytest.MonkeyPatch):

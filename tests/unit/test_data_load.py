@@ -17,6 +17,7 @@ from relax.data import DataOptions, PairDataset, dataset, load_pairs, pipeline, 
 from relax.data import load as load_module
 from relax.data.fingerprint import cache_key
 from relax.data.pipeline import ADVICE
+from relax.data.report import TokenCounts
 from relax.data.rows import REASONS
 from relax.data.tokenizer import load_tokenizer
 from relax.data.worker import pair_hash
@@ -139,6 +140,29 @@ def test_the_report_counts_what_was_done_to_kept_pairs(tmp_path: Path, tokenizer
     assert "truncated: 1 pair (" in data.report.table() and "prompt_shrunk" not in data.report.table()
     tokens = data.report.to_json()["tokens"]
     assert tokens["chosen"]["max"] == 4 and tokens["total"]["sum"] == (data.lengths.sum() + data.lengths[:, 0].sum())
+
+
+def test_token_statistics_are_numpys():
+    lengths = np.random.default_rng(0).integers(1, 60, (203, 3), dtype=np.int32)
+    counts = TokenCounts()
+    assert counts.statistics() == {}
+    for part in (lengths[:100], lengths[:0], lengths[100:]):
+        counts.add(part)
+    values = {"prompt": lengths[:, 0], "chosen": lengths[:, 1], "rejected": lengths[:, 2], "total": lengths @ [2, 1, 1]}
+    assert counts.pairs == 203
+    assert counts.statistics() == {
+        part: pytest.approx(
+            {
+                "min": tokens.min(),
+                "mean": tokens.mean(),
+                **{f"p{percent}": np.percentile(tokens, percent) for percent in (50, 90, 99)},
+                "max": tokens.max(),
+                "sum": tokens.sum(),
+            },
+            rel=1e-14,
+        )
+        for part, tokens in values.items()
+    }
 
 
 def test_columns_with_content_that_nothing_uses_are_reported(tmp_path: Path, tokenizer_dir: Path):
