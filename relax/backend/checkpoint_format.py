@@ -80,7 +80,7 @@ class ShardWriter:
     """Writes one checkpoint's sharded tensors: made on all ranks, `write` on each, `finish` on rank 0.
 
     `snapshot` copies the tensors, so that training may go on while `write` runs in a thread. `content` gives each tensor's
-    bytes when its turn comes, for tensors that have none (on the meta device).
+    bytes when its turn comes, for tensors that have none (on the meta device), in memory that is then the writer's.
     """
 
     def __init__(
@@ -122,10 +122,15 @@ class _SavePlanner(MCoreSavePlanner):
     def __init__(self, content: Content | None) -> None:
         super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._content = content
+        self._given = torch.empty(0)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = super().lookup_object(index)
-        return self._content(found) if self._content else found
+        if self._content is None:
+            return found
+        self._given.untyped_storage().resize_(0)  # it is written; torch's writer would keep it to the end of its file
+        self._given = self._content(found)
+        return self._given
 
 
 def read_shards(request: dict[str, Any], directory: Path, metadata: Metadata, *, where: str) -> None:

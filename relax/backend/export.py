@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -26,7 +25,7 @@ from relax.backend.device import is_main_rank
 from relax.backend.model import HFConfig, PreferenceModel
 from relax.backend.parallel import agree
 from relax.backend.tensor_files import write_tensors
-from relax.backend.weights import hf_tensors
+from relax.backend.weights import hf_shapes, hf_tensors
 from relax.data.tokenizer import has_chat_template, load_tokenizer, probe_template, special_ids
 from relax.errors import UserError
 
@@ -52,7 +51,7 @@ def export_hf(
     source: the Hugging Face directory whose tokenizer the model was trained with. UserError, on every rank: see
     `check_output`; the disk refuses.
     """
-    tensors = hf_tensors(chunks, config)
+    shapes, tensors = hf_shapes(chunks, config), hf_tensors(chunks, config)
     details = [f"- base model: {source.resolve().name}"]
     details += [f"- loss: {loss_type}"] if loss_type is not None else []
     details += [f"- step: {step}"] if step is not None else []
@@ -62,7 +61,7 @@ def export_hf(
         try:
             if is_main_rank():
                 with _replacing(output, source=source) as directory:
-                    write_tensors(directory, ((name, tensor) for name, tensor in tensors if tensor is not None))
+                    write_tensors(directory, tensors, shapes=shapes, dtype=chunks[0].config.params_dtype)
                     _write_rest(directory, chunks[0], config, source=source, made=made, details=details)
         finally:
             for _ in tensors if dist.get_world_size() > 1 else ():  # every rank gathers to the end, also behind an error
@@ -96,7 +95,7 @@ def _replacing(output: Path, *, source: Path) -> Iterator[Path]:
             output.rename(old)
         aside.rename(output)
         shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(f"{output}: the export cannot be written ({error})") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

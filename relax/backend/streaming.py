@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -52,12 +53,16 @@ class StreamedModel(PreferenceModel):
         return {name: state[name] for name, _ in self.named_parameters()}
 
     def content(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What gives a view of a parameter, as the shards hold them, its bytes."""
+        """What gives a view of a parameter, as the shards hold them, its bytes, in memory that is the caller's."""
         names = {StorageWeakRef(parameter.untyped_storage()): name for name, parameter in self.named_parameters()}
 
         def content(view: torch.Tensor) -> torch.Tensor:
-            parameter = self.get_parameter(names[StorageWeakRef(view.untyped_storage())])
-            return parameter.as_strided(view.shape, view.stride(), view.storage_offset())
+            parameter = self.get_parameter(names[StorageWeakRef(view.untyped_storage())]).detach()
+            own = parameter.as_strided(view.shape, view.stride(), view.storage_offset())
+            if own.numel() < parameter.numel():
+                return own.clone(memory_format=torch.contiguous_format)  # its other parts are asked for next
+            self._present.clear()
+            return own
 
         return content
 
@@ -85,7 +90,8 @@ def read_megatron(model: StreamedModel, info: CheckpointInfo) -> None:
     def read(name: str) -> torch.Tensor:
         parameter = torch.empty_like(shards[name].data, device=CPU, requires_grad=False)
         shard = replace(shards[name], data=parameter)
-        load_checkpoint(info, {name: shard.build() if isinstance(shard, ShardedTensorFactory) else shard})  # into its memory
+        for part in nested_values(shard.build() if isinstance(shard, ShardedTensorFactory) else [shard]):
+            load_checkpoint(info, {name: part})  # into the parameter's memory
         return parameter
 
     model.read = read
@@ -108,6 +114,7 @@ def differences(model: StreamedModel, source: TensorFiles) -> Iterator[tuple[str
     for name, ours in hf_tensors([model], model.hf_config):
         assert ours is not None
         yield name, _largest_difference(ours, source.read(name, axis=None, first=0, size=0).to(ours.dtype))
+        del ours  # and with it its parameter's memory, before the next one is read
 
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:

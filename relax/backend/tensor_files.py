@@ -1,23 +1,27 @@
 """A Hugging Face directory's safetensors files: read slice by slice, written in shards.
 
 Tensors come by name from `model.safetensors` or from the files its index names. A read touches the bytes of its slice
-alone, and one file at a time is mapped into memory. Nothing pickled is ever opened.
+alone, and one file at a time is mapped into memory, of which little stays: pages that were read count as memory until
+they are unmapped. Writing takes the memory of one tensor. Nothing pickled is ever opened.
 """
 
 import functools
 import json
-from collections.abc import Iterator
+import math
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from relax.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAPPED_BYTES = 1 << 26  # read through one mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class TensorFiles:
                 view = file.get_slice(name)
                 self._stored[name] = _Stored(path, tuple(view.get_shape()), view.get_dtype())
         self._mapped: tuple[Path, Any] | None = None
+        self._touched = 0  # bytes of the mapping, at most
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -79,14 +84,17 @@ class TensorFiles:
     def read(self, name: str, *, axis: int | None, first: int, size: int) -> torch.Tensor:
         """Of a tensor [first, first + size) along `axis` (0 or 1), as much of it as there is; everything for None."""
         path, shape = self._stored[name].path, self._stored[name].shape
-        if self._mapped is None or self._mapped[0] != path:
+        if self._mapped is None or self._mapped[0] != path or self._touched > MAPPED_BYTES:
             self._mapped = None  # unmapped before the next one is mapped
-            self._mapped = (path, _opened(path))
+            self._mapped, self._touched = (path, _opened(path)), 0
         view = self._mapped[1].get_slice(name)
         if axis is None:
-            return view[:]
-        span = slice(min(first, shape[axis]), min(first + size, shape[axis]))
-        return view[span] if axis == 0 else view[:, span]
+            piece: torch.Tensor = view[:]
+        else:
+            span = slice(min(first, shape[axis]), min(first + size, shape[axis]))
+            piece = view[span] if axis == 0 else view[:, span]
+        self._touched += piece.nbytes
+        return piece
 
 
 def _opened(path: Path) -> Any:
@@ -116,32 +124,61 @@ def _weight_files(directory: Path) -> list[Path]:
     raise UserError(f"{directory}: no model.safetensors and no model.safetensors.index.json there")
 
 
-def write_tensors(directory: Path, tensors: Iterator[tuple[str, torch.Tensor]], *, shard_bytes: int = 5 * 10**9) -> None:
-    """Write `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor has its own) and their index."""
-    shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
-    total = size = 0
+def write_tensors(
+    directory: Path,
+    tensors: Iterator[tuple[str, torch.Tensor | None]],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor has its own) and their index.
 
-    def flush() -> None:
-        nonlocal size
-        save_file(held, directory / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(held))
-        held.clear()
-        size = 0
+    shapes: of all `tensors`, in their order. A file begins with what it holds: known before, each tensor can go to the
+    disk as it comes, and is let go before the next one is asked for.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    shards = _shards(sizes, shard_bytes)
+    count = len(shards)
+    files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else ["model.safetensors"]
+    for file, names in zip(files, shards, strict=True):
+        with (directory / file).open("wb") as stream:
+            stream.write(_header({name: shapes[name] for name in names}, dtype))
+            for name in names:
+                stream.write(_content(*next(tensors), name=name, shape=shapes[name], dtype=dtype))
+    if count > 1:
+        where = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
-    for name, tensor in tensors:
-        if held and size + tensor.nbytes > shard_bytes:
-            flush()
-        held[name] = tensor.contiguous()
-        size += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (directory / "0.safetensors").rename(directory / "model.safetensors")
-        return
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for i, file in enumerate(files):
-        (directory / f"{i}.safetensors").rename(directory / file)
-    where = {name: file for names, file in zip(shards, files, strict=True) for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """The names by file, in order."""
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, size in sizes.items():
+        if shards[-1] and size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+    """A safetensors file up to its first tensor: the header's length, and as JSON where each tensor lies behind it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data is aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def _content(given: str, tensor: torch.Tensor | None, *, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> memoryview:
+    """The tensor's bytes."""
+    assert tensor is not None
+    assert (given, tuple(tensor.shape), tensor.dtype) == (name, shape, dtype), f"{given} where {name} {shape} was planned"
+    return tensor.contiguous().view(torch.uint8).numpy().data

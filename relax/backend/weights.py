@@ -49,8 +49,11 @@ def _load(chunks: Sequence[PreferenceModel], plan: list[Entry], source: TensorFi
 
 def check_source(source: TensorFiles, plan: list[Entry], model: PreferenceModel, config: HFConfig) -> None:
     """UserError unless the files hold the plan's tensors, of their shapes, and no others."""
-    expected = {name: shape for entry in plan for name, shape in zip(entry.names, entry.shapes, strict=True)}
-    source.check(expected, ignored={LM_HEAD} if model.head == "scalar" or config.tie_word_embeddings else set())
+    source.check(_shapes(plan), ignored={LM_HEAD} if model.head == "scalar" or config.tie_word_embeddings else set())
+
+
+def _shapes(plan: list[Entry]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for entry in plan for name, shape in zip(entry.names, entry.shapes, strict=True)}
 
 
 def fill(parameter: torch.Tensor, entry: Entry, source: TensorFiles, chunk: PreferenceModel, config: HFConfig) -> None:
@@ -88,6 +91,11 @@ def initialize_score(chunks: Sequence[PreferenceModel], config: HFConfig, *, see
 
 
 # megatron-core -> Hugging Face
+
+
+def hf_shapes(chunks: Sequence[PreferenceModel], config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of everything that `hf_tensors` gives, in its order. Collective over the pipeline group."""
+    return _shapes(weight_plan(chunks, config))
 
 
 def hf_tensors(chunks: Sequence[PreferenceModel], config: HFConfig) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -150,7 +150,7 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pyt
     export(source, output)
     before = {file.name: file.read_bytes() for file in output.iterdir()}
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("relax.backend.export.write_tensors", full)
@@ -162,7 +162,8 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pyt
 
 def test_shards_hold_every_tensor_once_and_have_an_index(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each
-    write_tensors(tmp_path, iter(tensors.items()), shard_bytes=80)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    write_tensors(tmp_path, iter(tensors.items()), shapes=shapes, dtype=torch.float32, shard_bytes=80)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
