@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
-from tests.integration.command import Workplace, fresh, timeless
+from tests.integration.command import Workplace, timeless
+from tests.integration.test_torchrun import start_ranks
 from tests.models import save_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
 
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # 128 experts, 8 of which a token takes; 32 heads in 4 groups; a gate without bias, weights that sum to 1.
 SHAPE = {
     "num_experts": 128,
@@ -45,12 +45,10 @@ def test_dpo_with_experts(fresh_place: Workplace, assets: Path) -> None:
     assert all(1 <= line["train/moe_aux_loss"] < 2 for line in one[1:])
     assert one[4]["train/dpo/loss"] < one[1]["train/dpo/loss"] and one[4]["eval/dpo_loss"] < one[0]["eval/dpo_loss"]
 
-    arguments = place.arguments(
-        exp_name="two", load="out/run", ckpt_step=2, expert_model_parallel_size=2, **{**flags, "save_hf": "out/two-{iteration}"}
-    )
-    ended = fresh(arguments, directory=place.directory, launcher=TORCHRUN)
-    assert ended.code == 0, ended.err
-    assert "not as in the checkpoint" not in ended.out
+    split = {"load": "out/run", "ckpt_step": 2, "expert_model_parallel_size": 2, "save_hf": "out/two-{iteration}"}
+    first, second = (rank.wait() for rank in start_ranks(place, exp_name="two", **{**flags, **split}))
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "not as in the checkpoint" not in first.out
     for expected, found in zip(one[3:], timeless(place.log("two")), strict=True):
         assert found == pytest.approx(expected, rel=0.05, abs=0.05)
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers
 
-from tests.integration.command import ENVIRONMENT, ROOT, TIMEOUT, Flags, Workplace, command_line, fresh, write_pairs
+from tests.integration.command import ENVIRONMENT, ROOT, TIMEOUT, Flags, Workplace, command_line, write_pairs
 from tests.integration.test_score import read, token_pairs
+from tests.integration.test_torchrun import start_ranks
 from tests.models import save_tiny, stock_logps
 
 pytestmark = [pytest.mark.integration, pytest.mark.distributed]
@@ -72,22 +73,22 @@ def test_the_whole_way(fresh_place: Workplace) -> None:
     run(place, "relax.convert", "hf-to-mcore", hf_checkpoint="model", save="mcore")
     assert run(place, "relax.convert", "verify", hf_checkpoint="model", load="mcore").startswith("equal")
 
-    arguments = place.arguments(
-        hf_checkpoint="model",
-        ref_load="mcore",
-        prompt_data="tokens/orca",
-        expert_model_parallel_size=2,
-        num_rollout=STEPS,
-        no_bf16=None,
-        load="run",
-        save="run",
+    flags: Flags = {
+        "hf_checkpoint": "model",
+        "ref_load": "mcore",
+        "prompt_data": "tokens/orca",
+        "expert_model_parallel_size": 2,
+        "num_rollout": STEPS,
+        "no_bf16": None,
+        "load": "run",
+        "save": "run",
         **LIMITS,
-    )
-    stop_after_a_few_steps(arguments, place.path("log/run.jsonl"))
+    }
+    stop_after_a_few_steps(place.arguments(**flags), place.path("log/run.jsonl"))
     stopped = int(place.path("run/latest_checkpointed_iteration.txt").read_text())
     assert 3 <= stopped < STEPS and f"stopped by signal 15 after step {stopped}" in place.path("stopped.txt").read_text()
-    resumed = fresh(arguments, directory=place.directory, launcher=TORCHRUN)
-    assert resumed.code == 0, resumed.err[-3000:]
+    for rank in start_ranks(place, **flags):
+        assert (ended := rank.wait()).code == 0, ended.err[-3000:]
     log = place.log("run")
     assert [line["train/step"] for line in log] == list(range(1, STEPS + 1))
     assert log[0]["train/dpo/loss"] == pytest.approx(math.log(2), rel=1e-14) and log[-1]["train/dpo/loss"] < 0.3
