@@ -19,7 +19,7 @@ ANY_RATE = "1"  # TFLOP/s: the benchmark measures the machine itself
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What both sides are told. steps counts the warm-up; max_tokens is relax's micro-batch budget; scratch is shared."""
+    """What both sides are told. steps counts those to warm up; max_tokens is relax's micro-batch budget; scratch is shared."""
 
     objective: str
     dtype: str
@@ -71,7 +71,7 @@ def run_relax(turns: Turns, settings: Settings) -> None:
         from relax.errors import UserError
 
         raise UserError(
-            f"--pairs {settings.pairs}: {settings.steps} steps (one to warm up) of {settings.pairs_per_step} pairs need "
+            f"--pairs {settings.pairs}: {settings.steps} steps of {settings.pairs_per_step} pairs need "
             f"{needed} pairs, and {len(dataset)} are usable; lower --steps or --pairs-per-step"
         )
     head = run.engine.chunks[0].score.weight.detach().float().tolist() if settings.objective == "rm" else None

@@ -2,7 +2,7 @@
 
     python benchmarks/vs_trl.py --model DIR --pairs FILE --objective dpo rm --dtype bf16 fp32 --output results.json
 
-Strategy: each side lives in a process of its own and they take turns, one step each, on the same pairs; after one warm-up
+Strategy: each side lives in a process of its own and they take turns, one step each, on the same pairs; after a warm-up
 each, a step gives one ratio, and the result is the median of the ratios. A machine that slows down for a while then slows
 both sides of a ratio. Nothing else should run meanwhile.
 """
@@ -66,7 +66,9 @@ def main() -> None:
         for objective in args.objective:
             for dtype in args.dtype:
                 settings = settings_of(args, objective=objective, dtype=dtype, model=model, scratch=scratch)
-                result = compare(settings, name=args.model.name, timeout=args.timeout, rates=report["gemm_tflops"])
+                result = compare(
+                    settings, warm_up=args.warm_up, name=args.model.name, timeout=args.timeout, rates=report["gemm_tflops"]
+                )
                 report["results"].append(result)
                 print(table(result), flush=True)
                 if args.output:  # a long comparison that fails keeps what was measured before it
@@ -90,7 +92,8 @@ def parse_args() -> Any:
     group.whole("--max-completion-length", None, "tokens of an answer (default: three quarters of --max-length)")
     group.whole("--max-tokens-per-gpu", 8192, "relax's token budget of a micro-batch")
     group = Group(parser, "how it is measured")
-    group.whole("--steps", 5, "counted steps, after one to warm up")
+    group.whole("--steps", 5, "counted steps")
+    group.whole("--warm-up", 1, "steps before them that are not counted; 0 where one takes TRL half an hour", at_least=0)
     group.whole("--threads", os.cpu_count() or 1, "threads of each side, which never compute together")
     group.whole("--timeout", 1800, "seconds to wait for any one answer: a step, or a side that gets ready")
     group.directory("--output", "JSON file with every step, the machine and the versions")
@@ -118,7 +121,7 @@ def settings_of(args: Any, *, objective: str, dtype: str, model: Path, scratch: 
         pairs=args.pairs,
         scratch=scratch,
         pairs_per_step=args.pairs_per_step,
-        steps=args.steps + 1,
+        steps=args.steps + args.warm_up,
         max_length=args.max_length,
         max_completion_length=args.max_completion_length or max(1, args.max_length * 3 // 4),
         max_tokens=args.max_tokens_per_gpu,
@@ -145,30 +148,30 @@ def _ask_once(name: str, function: Any, *args: Any, scratch: Path, timeout: floa
         return worker.answer(timeout=timeout)
 
 
-def compare(settings: Settings, *, name: str, timeout: float, rates: dict[str, float]) -> dict[str, Any]:
+def compare(settings: Settings, *, warm_up: int, name: str, timeout: float, rates: dict[str, float]) -> dict[str, Any]:
     """Start both sides, alternate, sum up."""
     with Worker("relax", run_relax, settings, log=settings.scratch / "relax.log") as ours:
         parameters = ours.answer(timeout=timeout)
         with Worker("TRL", run_trl, settings, log=settings.scratch / "trl.log") as theirs:
             theirs.answer(timeout=timeout)
-            turns = list(_alternate(ours, theirs, steps=settings.steps, timeout=timeout))
-    warm = turns[1:]
-    sides = sides_of(warm)
+            turns = list(_alternate(ours, theirs, steps=settings.steps, warm_up=warm_up, timeout=timeout))
+    counted = turns[warm_up:]
+    sides = sides_of(counted)
     return {
         "model": name,
         "parameters": parameters,
         **{k: v for k, v in asdict(settings).items() if k not in ("model", "scratch")},
-        "tokens_per_step": statistics.median(ours.tokens for ours, _ in warm),
+        "tokens_per_step": statistics.median(ours.tokens for ours, _ in counted),
         "steps": [{"relax": asdict(ours), "trl": asdict(theirs)} for ours, theirs in turns],
-        "summary": [summarise(side, sides[-1], settings, tokens=[t.tokens for t, _ in warm], rates=rates) for side in sides],
+        "summary": [summarise(side, sides[-1], settings, tokens=[t.tokens for t, _ in counted], rates=rates) for side in sides],
     }
 
 
-def _alternate(ours: Worker, theirs: Worker, *, steps: int, timeout: float) -> Iterator[tuple[Turn, Turn]]:
+def _alternate(ours: Worker, theirs: Worker, *, steps: int, warm_up: int, timeout: float) -> Iterator[tuple[Turn, Turn]]:
     for step in range(1, steps + 1):
         pair = ours.turn(timeout=timeout), theirs.turn(timeout=timeout)
         seconds = " and ".join(f"{turn.step.wall:.2f}" for turn in pair)
-        print(f"step {step} of {steps}: {seconds} s" + ", not counted" * (step == 1), file=sys.stderr, flush=True)
+        print(f"step {step} of {steps}: {seconds} s" + ", not counted" * (step <= warm_up), file=sys.stderr, flush=True)
         yield pair
 
 
