@@ -1,7 +1,7 @@
 """Each invariant of the packer's docstring, on random lengths, and its balance on real ones.
 
 hh_lengths.csv has the tokens of 1,024 pairs of hh-rlhf (harmless-base, test split) under SmolLM2's tokenizer and template.
-`benchmarks/planning.py` measures the planner's time on them.
+`benchmarks/scaling.py` measures the planner's time on them.
 """
 
 from pathlib import Path
