@@ -4,8 +4,8 @@
     mcore-to-hf   --load DIR --hf-checkpoint DIR --save DIR   for stock transformers
     verify        --hf-checkpoint DIR --load DIR              exit code 0 where every tensor is equal
 
-One process converts a model of any size: it holds one parameter at a time, and on export the file that it writes. A reward
-model keeps its head. Nothing is overwritten; an output appears under its name once it is whole.
+One process converts a model of any size: it holds one parameter at a time. A reward model keeps its head. Nothing is
+overwritten; an output appears under its name once it is whole.
 """
 
 import argparse

@@ -18,6 +18,8 @@ from relax.batches import Batches
 from relax.errors import UserError
 from relax.reference import ReferenceTable, table_path
 
+NUMERICS = 2  # raised where relax computes a score by other operations, so that its bits may be others
+
 
 def open_table(engine: Engine, batches: Batches, *, reference_sha256: str, directory: Path) -> None:
     """Give the data set its table, with the rows that earlier runs computed under the same identity. Collective.
@@ -80,6 +82,7 @@ def _identity(engine: Engine, batches: Batches, *, reference_sha256: str) -> dic
         "dtype": str(engine.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(engine.device) if cuda else f"cpu, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
+        "numerics": NUMERICS,
         "world_size": dist.get_world_size(),
         "attention": engine.attention,
         "parallel": str(engine.parallel),

@@ -24,7 +24,9 @@ def _what_training_needs() -> Iterator[None]:
     the trackers of its own training loop."""
     compile_now, unused = torch.compile, {name: None for name in ("wandb", "tensorboard") if name not in sys.modules}
 
-    def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        if function is None:
+            return functools.partial(compile_later, **options)
         compiled = functools.cache(lambda: compile_now(function, **options))
         return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 

@@ -92,8 +92,9 @@ class ShardWriter:
                 if snapshot:
                     shard.data = shard.data.detach().to("cpu", copy=True)
                 shards[shard.key].append(_with_all_axes(shard))
-        # One thread: torch loses the errors of the others. Copying ahead from a background thread would wake GPU 0.
-        ahead = 0 if snapshot else 10_000_000  # bytes; torch's default
+        # One thread: torch loses the errors of the others. Copying ahead from a background thread would wake GPU 0, and
+        # `content` is to be asked for a tensor only once the one before is written.
+        ahead = 0 if snapshot or content else 10_000_000  # bytes; torch's default
         self._writer = dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=ahead)
         self._planner = _SavePlanner(content)
         rank, coordinates = dist.get_rank(), dist.get_rank() == 0

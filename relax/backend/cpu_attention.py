@@ -78,14 +78,14 @@ class _Attention(torch.autograd.Function):
 
 def _calls(block: Block, dtype: torch.dtype) -> Iterator[tuple[slice, int, torch.Tensor]]:
     """A block in calls: the query rows, how many of the block's keys the last of them sees, and what hides keys from them."""
-    hidden = _corner(QUERIES, -(-block.num_keys // 512) * 512, dtype)
+    hidden = _corner(QUERIES, max(512, 1 << (block.num_keys - 1).bit_length()), dtype)
     for q0 in range(block.q0, block.q1, QUERIES):
         q1 = min(q0 + QUERIES, block.q1)
         seen = block.num_keys - (block.q1 - q1)
         yield slice(q0, q1), seen, hidden[q0 - q1 :, hidden.size(1) - seen :]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # of powers of two, so that all together are twice the largest
 def _corner(queries: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores of the last queries on all keys, [queries, keys]: -inf where a key is later."""
     later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)

@@ -67,7 +67,8 @@ def initialize(
         else:
             store = dist.TCPStore("127.0.0.1", _free_port(), 1, is_master=True)
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        _waiting = dist.new_group(backend="gloo", timeout=LONGEST_WORK)
+        _waiting = dist.new_group(backend="gloo", timeout=timeout)  # that of connecting
+        dist.distributed_c10d._set_pg_timeout(LONGEST_WORK, _waiting)
     with on_device(device):
         parallel_state.initialize_model_parallel(
             config.tensor,
@@ -116,7 +117,7 @@ def main_rank_first(work: Callable[[], T]) -> T:
 def agree(work: Callable[[], None] | None) -> None:
     """Run `work` where there is any; if any rank met a UserError, raise the first one on all of them.
 
-    The others wait for as long as it takes; they learn at once of a rank that died.
+    The others wait for up to LONGEST_WORK; they learn at once of a rank that died.
     """
     problem = None
     try:

@@ -129,7 +129,7 @@ def _collect(chunks: Sequence[PreferenceModel], entry: Entry) -> Sequence[torch.
     if entry.stage != 0:
         if tensors is not None:
             for tensor in tensors:
-                dist.send(tensor.contiguous(), group=group, group_dst=0)
+                _send(tensor, group=group)
             return nothing
         like = next(chunks[0].parameters())
         tensors = [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in entry.shapes]
@@ -139,13 +139,20 @@ def _collect(chunks: Sequence[PreferenceModel], entry: Entry) -> Sequence[torch.
     return [tensor.cpu() for tensor in tensors]
 
 
+def _send(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    """Send to the group's first rank, and wait until it has it: NCCL queues sends, and stops a run whose last takes long."""
+    dist.send(tensor.contiguous(), group=group, group_dst=0)
+    if tensor.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
 def _gather(chunk: PreferenceModel, entry: Entry) -> list[torch.Tensor] | None:
     """The entry's whole tensors on its group's first rank, None on the others."""
     own, group, axis = entry.view(chunk.get_parameter(entry.parameter)), entry.group, SPLIT_AXIS[entry.kind]
     holders = entry.holders(chunk.config)
     if group.rank():
         if group.rank() in holders:
-            dist.send(own.contiguous(), group=group, group_dst=0)
+            _send(own, group=group)
         return None
     shards = [torch.empty_like(own) if holder else own for holder in holders]
     for holder, shard in zip(holders, shards, strict=True):

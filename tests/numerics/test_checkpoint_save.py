@@ -145,3 +145,19 @@ def test_a_background_save_is_a_snapshot_and_becomes_visible_in_finish(tmp_path:
     store.save_checkpoint(step=20, state=tensors(20), files={}, async_save=True)
     store.save_checkpoint(step=30, state=tensors(30), files={})  # finishes the pending one first
     assert names(tmp_path) == ["iter_0000010", "iter_0000020", "iter_0000030", TRACKER]
+
+
+@pytest.mark.parametrize("sees_gpu", [False, True])
+def test_content_is_asked_for_once_the_tensor_before_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees_gpu: bool
+):
+    """The writer frees what it was given; where torch sees a GPU its own writer would read ahead."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    sizes = range(1, 8)
+    state = {str(n): ShardedTensor.from_rank_offsets(str(n), torch.empty(n, device="meta")) for n in sizes}
+    CheckpointStore(tmp_path).save_checkpoint(
+        step=1, state=state, files={"relax_run.json": RUN}, content=lambda view: torch.full(view.shape, float(view.numel()))
+    )
+    monkeypatch.undo()
+    got = load_checkpoint(found(tmp_path), {str(n): ShardedTensor.from_rank_offsets(str(n), torch.zeros(n)) for n in sizes})
+    assert [got[str(n)].tolist() for n in sizes] == [[float(n)] * n for n in sizes]
