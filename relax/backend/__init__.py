@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 def _what_training_needs() -> Iterator[None]:
     """Keep megatron-core's import from loading seconds of what no run uses: torch's compiler before it compiles anything, and
     the trackers of its own training loop."""
-    compile_now, unused = torch.compile, {name: None for name in ("wandb", "tensorboard") if name not in sys.modules}
+    modules: dict[str, Any] = sys.modules
+    compile_now, unused = torch.compile, [name for name in ("wandb", "tensorboard") if name not in modules]
 
     def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         if function is None:
@@ -31,16 +33,15 @@ def _what_training_needs() -> Iterator[None]:
         return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
     torch.compile = compile_later  # type: ignore[assignment]
-    sys.modules |= unused  # type: ignore[arg-type]  # None: as if it were not installed
+    modules |= dict.fromkeys(unused)  # None: as if it were not installed
     try:
         yield
     finally:
         torch.compile = compile_now
         for name in unused:
-            del sys.modules[name]
+            del modules[name]
 
 
 with _what_training_needs():
-    import megatron.core
-    import megatron.core.models.gpt  # noqa: F401
+    importlib.import_module("megatron.core.models.gpt")
 gc.freeze()  # what importing made stays, and need not be walked by the collection that megatron asks for at each checkpoint

@@ -26,6 +26,11 @@ TIMEOUT = 300.0  # seconds; a machine that other work shares is slow
 Flags = dict[str, Any]
 
 
+def environment() -> dict[str, str]:
+    """This process's and ENVIRONMENT, without what W&B leaves there for its own child processes."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | ENVIRONMENT
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """What became of a run: its exit code (minus n: killed by signal n), output, and CPU seconds."""
@@ -90,7 +95,7 @@ class Server:
             [sys.executable, str(Path(__file__).with_name("command_server.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **ENVIRONMENT},
+            env=environment(),
             text=True,
         )
 
@@ -142,7 +147,7 @@ def fresh(arguments: Sequence[str], *, directory: Path, launcher: Sequence[str] 
     done = subprocess.run(
         [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), module, *arguments],
         cwd=directory,
-        env={**os.environ, **ENVIRONMENT},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
