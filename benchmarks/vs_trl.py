@@ -130,8 +130,9 @@ def settings_of(args: Any, *, objective: str, dtype: str, model: Path, scratch: 
 
 
 def quiet_environment(threads: int) -> None:
-    """What the workers inherit: their threads, no network, no progress bars."""
+    """What the workers inherit: their threads, relax's huge pages for both sides, no network, no progress bars."""
     os.environ |= {
+        "THP_MEM_ALLOC_ENABLE": "1",
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

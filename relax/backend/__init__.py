@@ -4,12 +4,17 @@ import contextlib
 import functools
 import gc
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+# Tensors of 2 MB and more on a CPU in huge pages: a page fault for 512 small ones, and products that need not wait for the page
+# table. torch reads this when the process makes its first tensor.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # megatron-core speaks to its developers while it loads and runs: about apex and Transformer Engine, which are optional here,
 # and about its own and torch's renamed functions. None of it is for someone who trains a model.

@@ -31,6 +31,6 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors[0].chunk(2, -1)
         grad_x = torch.empty_like(ctx.saved_tensors[0])
         grad_gate, grad_up = grad_x.chunk(2, -1)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         torch.mul(grad, F.silu(gate), out=grad_up)
         return grad_x

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from relax.backend.products import GradientAccumulation, cpu_multiplies_bf16, multiply_widened, widened
+from relax.backend.products import GradientAccumulation, multiply_on_cpu, widened
 from relax.errors import UserError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -187,9 +187,9 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
         (mappings, "_gather_along_first_dim", _gather_of_any_size(mappings._gather_along_first_dim)),
         (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_of_any_size(mappings._reduce_scatter_along_first_dim)),
     ]
-    if not cpu_multiplies_bf16():  # attributes, not the mode below: no mode reaches into a Python backward
-        for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch, "mm"), (torch.nn.functional, "linear")):
-            attributes.append((owner, name, multiply_widened(getattr(owner, name))))
+    # Attributes, not the mode above: no mode reaches into a Python backward.
+    for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch, "mm"), (torch.nn.functional, "linear")):
+        attributes.append((owner, name, multiply_on_cpu(getattr(owner, name))))
     return [(owner, name, value) for owner, name, value in attributes if hasattr(owner, name)]
 
 

@@ -2,21 +2,20 @@
 
 For row i with hidden state h_i and target t_i: log p_i = h_i W_t - logsumexp_v(h_i W_v), over a vocabulary that may be split
 over tensor-parallel ranks and padded at its end. Rows go through the vocabulary matmul in chunks and are recomputed in
-backward, so at most `chunk` rows of logits exist at a time (design idea 5).
+backward, so at most `chunk` rows of logits exist at a time (design idea 5). The last chunk is kept for backward.
 
 Invariants: equal to log_softmax(h W^T).gather(t), values and gradients, for every chunk size and vocabulary split; rows of
 the weight at or beyond `vocab_size` (padding) get no probability and no gradient. Sums are fp32 (fp64 for fp64 input).
 """
 
-import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from relax.backend.products import widened
+from relax.backend.products import times_transposed, widened
 
-CHUNK_BYTES = 64 << 20  # one chunk of fp32 logits: large enough for full matmul speed, small beside the model
+CHUNK_BYTES = 128 << 20  # one chunk of fp32 logits: large enough for full matmul speed, small beside the model
 
 
 def target_logprobs(
@@ -79,10 +78,11 @@ class _TargetLogprobs(torch.autograd.Function):
         rows = hidden.size(0)
         top = torch.full((rows,), -torch.inf, dtype=wide, device=hidden.device)
         total, picked = torch.zeros_like(top), torch.zeros_like(top)
-        logits = _Logits(weight, shard.real, chunk, wide)
-        for i in range(0, rows, chunk):
-            at = slice(i, min(i + chunk, rows))
-            z = logits(hidden[at])
+        real = widened(weight[: shard.real])
+        z = None
+        for at in _chunks(rows, chunk):
+            z = None  # one chunk of logits at a time
+            z = times_transposed(hidden[at].to(real.dtype), real).to(wide)
             column, here = shard.local(targets[at])
             if shard.real:
                 picked[at] = (z.gather(1, column) * here)[:, 0]
@@ -92,54 +92,42 @@ class _TargetLogprobs(torch.autograd.Function):
         shard.reduce(total)
         shard.reduce(picked)
         logsumexp = total.log() + top
-        ctx.save_for_backward(hidden, weight, targets, logsumexp)
+        # Backward starts where this ends: the last chunk, often the only one, need not be computed again.
+        ctx.last = z if any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden, weight, targets, logsumexp, top)
         ctx.shard, ctx.chunk, ctx.grad_into = shard, chunk, grad_into
         return picked - logsumexp
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, logsumexp = ctx.saved_tensors
-        shard, chunk, rows = ctx.shard, ctx.chunk, hidden.size(0)
-        logits = _Logits(weight, shard.real, chunk, logsumexp.dtype)
+        hidden, weight, targets, logsumexp, top = ctx.saved_tensors
+        shard, wide = ctx.shard, logsumexp.dtype
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = ctx.grad_into
         if grad_weight is None:
-            grad_weight = torch.zeros(weight.shape, dtype=logsumexp.dtype, device=weight.device)
-        real_grad = grad_weight[: shard.real]
-        for i in range(0, rows if shard.real else 0, chunk):
-            at = slice(i, min(i + chunk, rows))
-            g = grad[at, None].to(logsumexp.dtype)
-            dz = logits(hidden[at]).sub_(logsumexp[at, None]).exp_().mul_(-g)  # -g softmax
+            grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        real_grad, real = grad_weight[: shard.real], widened(weight[: shard.real])
+        for at in reversed(_chunks(hidden.size(0), ctx.chunk)) if shard.real else ():
+            p, ctx.last = ctx.last, None  # exp(z - top)
+            if p is None:
+                p = times_transposed(hidden[at].to(real.dtype), real).to(wide).sub_(top[at, None]).exp_()
+            g = grad[at, None].to(wide)
+            dz = p.mul_((top - logsumexp).exp_()[at, None] * -g)  # -g softmax
             column, here = shard.local(targets[at])
             dz.scatter_add_(1, column, g * here)  # + g at the target
-            dz = dz.to(logits.weight.dtype)
-            grad_hidden[at] = dz @ logits.weight
+            dz = dz.to(real.dtype)
+            grad_hidden[at] = dz @ real
             if dz.dtype == real_grad.dtype:
                 real_grad.addmm_(dz.t(), hidden[at].to(dz.dtype))
             else:
                 real_grad += dz.t() @ hidden[at]
+            del p, dz
         shard.reduce(grad_hidden)
         return grad_hidden, None if ctx.grad_into is not None else grad_weight.to(weight.dtype), *[None] * 5
 
 
-class _Logits:
-    """hidden -> logits over this shard's real vocabulary, in one reused buffer of the accumulation dtype."""
-
-    def __init__(self, weight: torch.Tensor, real: int, chunk: int, wide: torch.dtype) -> None:
-        self.weight = widened(weight[:real])
-        self.buffer = _workspace(chunk * real, wide, weight.device).view(chunk, real)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = self.buffer[: hidden.size(0)]
-        if self.weight.dtype == out.dtype:
-            return torch.mm(hidden.to(out.dtype), self.weight.t(), out=out)
-        return out.copy_(hidden @ self.weight.t())
-
-
-@functools.lru_cache(maxsize=2)
-def _workspace(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for one chunk of logits, kept between calls: fresh pages cost a CPU more than the matmul's own reads."""
-    return torch.empty(size, dtype=dtype, device=device)
+def _chunks(rows: int, chunk: int) -> list[slice]:
+    return [slice(i, min(i + chunk, rows)) for i in range(0, rows, chunk)]
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -1,25 +1,19 @@
 """Products: a bf16 product on a CPU without bf16 instructions is the fp32 product rounded once, whoever asks."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from relax.backend import device, products
+from relax.backend import products
 from relax.backend.device import on_device
-from relax.backend.products import GradientAccumulation
+from relax.backend.products import LARGE, GradientAccumulation, times_transposed
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def no_bf16_instructions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_bf16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seam as such a CPU sees it, wherever the test runs."""
-    for module in (device, products):
-        monkeypatch.setattr(module, "cpu_multiplies_bf16", lambda: False)
-    device._cpu_attributes.cache_clear()
-    yield
-    device._cpu_attributes.cache_clear()
+    monkeypatch.setattr(products, "cpu_multiplies_bf16", lambda: False)
 
 
 def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -59,3 +53,24 @@ def test_a_weight_gradient_is_added_to_the_fp32_buffer_unrounded(dtype: torch.dt
     buffer = torch.ones(3, 4)
     GradientAccumulation.wgrad_gemm_accum_fp32(x, grad, buffer)
     torch.testing.assert_close(buffer, 1 + grad.float().t() @ x.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 300])  # on both sides of where oneDNN takes over
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_product_with_a_transposed_weight_is_exact_to_fp32(rows: int, strided: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 96, generator=generator) for n in (rows, 120))
+    assert (rows * w.numel() > LARGE) == (rows == 300)
+    if strided:
+        x, w = x[:, 1:95], w[:, 1:95]
+    expected = x.double() @ w.double().t()
+    with on_device(CPU), torch.no_grad():
+        found = (times_transposed(x, w), x @ w.t(), torch.nn.functional.linear(x[:, None], w)[:, 0])
+    for product in found:
+        assert product.dtype == torch.float32
+        torch.testing.assert_close(product.double(), expected, rtol=0, atol=3e-5)
+
+
+def test_fp64_stays_fp64() -> None:
+    x, w = (torch.randn(n, 96, dtype=torch.float64) for n in (300, 120))
+    assert torch.equal(times_transposed(x, w), x @ w.t())
