@@ -19,9 +19,9 @@ from relax.backend.layout import Block, PackedLayout
 from relax.backend.products import widened
 
 QUERIES = 64  # of a call: fewer leave less work for nothing, more make larger products
+BACKWARD_QUERIES = 128
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend_on_cpu(
@@ -42,7 +42,7 @@ class _Attention(torch.autograd.Function):
         logsumexp = torch.empty(q.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for block in blocks:
             keys, values = block.take_keys(k), block.take_keys(v)
-            for rows, seen, mask in _calls(block, q.dtype):
+            for rows, seen, mask in _calls(block, q.dtype, QUERIES):
                 _by_head(result)[:, :, rows], logsumexp[:, :, rows] = _forward(
                     q[:, :, rows], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
                 )
@@ -53,34 +53,36 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, result, logsumexp = ctx.saved_tensors
-        q, k, v, out, grad = (_by_head(widened(x)) for x in (query, key, value, result, grad.contiguous()))
-        grads = [torch.zeros(x.shape, dtype=logsumexp.dtype) for x in (query, key, value)]
-        grad_q, grad_k, grad_v = (_by_head(x) for x in grads)
+        groups, wide = key.size(1), logsumexp.dtype
+        heads = query.size(1) // groups  # that share a key head; their rows are one matrix, [groups, rows * heads, head_dim]
+        q, g, out = (_by_group(widened(x), groups) for x in (query, grad, result))
+        k, v = (widened(x).transpose(0, 1).contiguous() for x in (key, value))
+        scaled_q, scaled_g, wide_k, wide_v = q.to(wide) * ctx.scale, g.to(wide) * ctx.scale, k.to(wide), v.to(wide)
+        logsumexp = _by_group(logsumexp[0].t()[:, :, None], groups)
+        delta = (scaled_g * out).sum(-1, keepdim=True)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
         for block in ctx.blocks:
-            keys, values = block.take_keys(k), block.take_keys(v)
-            for rows, seen, mask in _calls(block, q.dtype):
-                grad_q[:, :, rows], *parts = _backward(
-                    grad[:, :, rows],
-                    q[:, :, rows],
-                    keys[:, :, :seen],
-                    values[:, :, :seen],
-                    out[:, :, rows],
-                    logsumexp[:, :, rows],
-                    0.0,  # no dropout
-                    False,
-                    attn_mask=mask,
-                    scale=ctx.scale,
-                )
-                for total, part in zip((grad_k, grad_v), parts, strict=True):
-                    block.add_to_keys(total, part)
-        return *(x.to(query.dtype) for x in grads), None, None
+            narrow_keys, keys, values = (block.take_keys(x) for x in (k, wide_k, wide_v))
+            for rows, seen, hidden in _calls(block, wide, BACKWARD_QUERIES):
+                new = hidden.size(0)  # keys from which some query is hidden
+                rows = slice(rows.start * heads, rows.stop * heads)
+                p = torch.bmm(scaled_q[:, rows], keys[:, :seen].transpose(1, 2)).sub_(logsumexp[:, rows])
+                p.view(groups, new, heads, seen)[..., seen - new :] += hidden[:, None, seen - new :]
+                p.exp_()
+                ds = torch.bmm(scaled_g[:, rows], values[:, :seen].transpose(1, 2)).sub_(delta[:, rows]).mul_(p)
+                p, ds = p.to(q.dtype), ds.to(q.dtype)
+                grad_q[:, rows] = torch.bmm(ds, narrow_keys[:, :seen])
+                block.add_to_keys(grad_k, torch.bmm(ds.transpose(1, 2), q[:, rows]))
+                block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g[:, rows]))
+        grad_q = grad_q.view(groups, -1, heads, grad_q.size(2)).transpose(0, 1).reshape(query.shape)
+        return grad_q.to(query.dtype), *(x.transpose(0, 1).to(key.dtype) for x in (grad_k, grad_v)), None, None
 
 
-def _calls(block: Block, dtype: torch.dtype) -> Iterator[tuple[slice, int, torch.Tensor]]:
+def _calls(block: Block, dtype: torch.dtype, queries: int) -> Iterator[tuple[slice, int, torch.Tensor]]:
     """A block in calls: the query rows, how many of the block's keys the last of them sees, and what hides keys from them."""
-    hidden = _corner(QUERIES, max(512, 1 << (block.num_keys - 1).bit_length()), dtype)
-    for q0 in range(block.q0, block.q1, QUERIES):
-        q1 = min(q0 + QUERIES, block.q1)
+    hidden = _corner(queries, max(512, 1 << (block.num_keys - 1).bit_length()), dtype)
+    for q0 in range(block.q0, block.q1, queries):
+        q1 = min(q0 + queries, block.q1)
         seen = block.num_keys - (block.q1 - q1)
         yield slice(q0, q1), seen, hidden[q0 - q1 :, hidden.size(1) - seen :]
 
@@ -90,6 +92,11 @@ def _corner(queries: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores of the last queries on all keys, [queries, keys]: -inf where a key is later."""
     later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
     return torch.zeros(queries, keys, dtype=dtype).masked_fill(later, -torch.inf)
+
+
+def _by_group(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """[rows, heads, width] -> [groups, rows * heads of a group, width]."""
+    return rows.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def _by_head(rows: torch.Tensor) -> torch.Tensor:

@@ -48,16 +48,16 @@ class Block:
         return self.num_keys == self.q1 - self.q0
 
     def take_keys(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [1, heads, pack rows, head_dim] -> this block's key rows, in order."""
-        parts = [rows[:, :, k0:k1] for k0, k1 in self.keys]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        """rows [..., pack rows, head_dim] -> this block's key rows, in order."""
+        parts = [rows[..., k0:k1, :] for k0, k1 in self.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
     def add_to_keys(self, rows: torch.Tensor, part: torch.Tensor) -> None:
-        """Add part [1, heads, keys, head_dim], for this block's first keys, to the pack's rows [1, heads, rows, head_dim]."""
+        """Add part [..., keys, head_dim], for this block's first keys, to the pack's rows [..., rows, head_dim]."""
         first = 0
         for k0, k1 in self.keys:
-            size = min(k1 - k0, part.size(2) - first)
-            rows[:, :, k0 : k0 + size] += part[:, :, first : first + size]
+            size = min(k1 - k0, part.size(-2) - first)
+            rows[..., k0 : k0 + size, :] += part[..., first : first + size, :]
             first += size
 
 

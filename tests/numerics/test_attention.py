@@ -95,14 +95,15 @@ def test_backends_agree(backend: str, at: int, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("at", range(7))
 def test_half_precision_rounds_once_and_is_what_backward_keeps(at: int) -> None:
-    """On a CPU: values are the fp32 ones rounded; gradients differ by the rounding of the output that backward finds."""
+    """On a CPU: values are the fp32 ones rounded (with bf16 instructions the kernel rounds probabilities, too); gradients
+    differ by the rounding of the output that backward finds."""
     layout, kept = layouts()[at], []
     inputs = draw(layout, torch.Generator().manual_seed(at), torch.bfloat16)
     wide = [x.detach().float().requires_grad_() for x in inputs]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out = BACKENDS["sdpa"](*inputs, layout, 0.3)
     expected = BACKENDS["sdpa"](*wide, layout, 0.3)
-    exact = {} if cpu_multiplies_bf16() else {"rtol": 0, "atol": 0}
+    exact = {"rtol": 2**-7, "atol": 1e-2} if cpu_multiplies_bf16() else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(out, expected.bfloat16(), **exact)
     grads = [torch.autograd.grad(x.square().sum(), x_in) for x, x_in in ((out, inputs), (expected, wide))]
     for mine, theirs in zip(*grads, strict=True):
