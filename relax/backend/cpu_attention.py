@@ -42,7 +42,9 @@ class _Attention(torch.autograd.Function):
         logsumexp = torch.empty(q.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for block in blocks:
             keys, values = block.take_keys(k), block.take_keys(v)
-            for rows, seen, mask in _calls(block, q.dtype, QUERIES):
+            hidden = _corner(QUERIES, max(512, 1 << (block.num_keys - 1).bit_length()), q.dtype)
+            for rows, seen in _calls(block, QUERIES):
+                mask = hidden[rows.start - rows.stop :, hidden.size(1) - seen :]
                 _by_head(result)[:, :, rows], logsumexp[:, :, rows] = _forward(
                     q[:, :, rows], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
                 )
@@ -63,12 +65,12 @@ class _Attention(torch.autograd.Function):
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
         for block in ctx.blocks:
             narrow_keys, keys, values = (block.take_keys(x) for x in (k, wide_k, wide_v))
-            for rows, seen, hidden in _calls(block, wide, BACKWARD_QUERIES):
-                new = hidden.size(0)  # keys from which some query is hidden
+            for rows, seen in _calls(block, BACKWARD_QUERIES):
+                first = seen - (rows.stop - rows.start)  # of the keys that are hidden from some query
                 rows = slice(rows.start * heads, rows.stop * heads)
-                p = torch.bmm(scaled_q[:, rows], keys[:, :seen].transpose(1, 2)).sub_(logsumexp[:, rows])
-                p.view(groups, new, heads, seen)[..., seen - new :] += hidden[:, None, seen - new :]
-                p.exp_()
+                p = torch.bmm(scaled_q[:, rows], keys[:, :seen].transpose(1, 2)).sub_(logsumexp[:, rows]).exp_()
+                for head in range(heads):
+                    p[:, head::heads, first:].tril_()
                 ds = torch.bmm(scaled_g[:, rows], values[:, :seen].transpose(1, 2)).sub_(delta[:, rows]).mul_(p)
                 p, ds = p.to(q.dtype), ds.to(q.dtype)
                 grad_q[:, rows] = torch.bmm(ds, narrow_keys[:, :seen])
@@ -78,13 +80,11 @@ class _Attention(torch.autograd.Function):
         return grad_q.to(query.dtype), *(x.transpose(0, 1).to(key.dtype) for x in (grad_k, grad_v)), None, None
 
 
-def _calls(block: Block, dtype: torch.dtype, queries: int) -> Iterator[tuple[slice, int, torch.Tensor]]:
-    """A block in calls: the query rows, how many of the block's keys the last of them sees, and what hides keys from them."""
-    hidden = _corner(queries, max(512, 1 << (block.num_keys - 1).bit_length()), dtype)
+def _calls(block: Block, queries: int) -> Iterator[tuple[slice, int]]:
+    """A block in calls: the query rows, and how many of the block's keys the last of them sees."""
     for q0 in range(block.q0, block.q1, queries):
         q1 = min(q0 + queries, block.q1)
-        seen = block.num_keys - (block.q1 - q1)
-        yield slice(q0, q1), seen, hidden[q0 - q1 :, hidden.size(1) - seen :]
+        yield slice(q0, q1), block.num_keys - (block.q1 - q1)
 
 
 @functools.cache  # of powers of two, so that all together are twice the largest

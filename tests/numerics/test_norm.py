@@ -1,4 +1,4 @@
-"""The lean RMS norm: torch's own values, bit for bit, and its gradients, without what autograd would keep."""
+"""The lean RMS norm: torch's own values and gradients, without what autograd would keep."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,8 @@ def test_values_and_gradients_are_torchs(dtype: torch.dtype, tolerance: float, s
     x.grad = norm.weight.grad = None
     expected = F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
     expected.backward(grad)
-    assert torch.equal(got, expected)
+    ulps = 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    torch.testing.assert_close(got, expected, rtol=max(ulps, torch.finfo(dtype).eps), atol=ulps)  # bf16: rounded once
     assert found[0].dtype == found[1].dtype == dtype
     for mine, theirs in zip(found, (x.grad, norm.weight.grad), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
