@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from relax.backend.layout import Block, PackedLayout
-from relax.backend.products import widened
+from relax.backend.products import products_of, scratch, widened
 
 QUERIES = 64  # of a call: fewer leave less work for nothing, more make larger products
 BACKWARD_QUERIES = 128
@@ -56,28 +56,31 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, result, logsumexp = ctx.saved_tensors
         groups, wide = key.size(1), logsumexp.dtype
-        heads = query.size(1) // groups  # that share a key head; their rows are one matrix, [groups, rows * heads, head_dim]
-        q, g, out = (_by_group(widened(x), groups) for x in (query, grad, result))
-        k, v = (widened(x).transpose(0, 1).contiguous() for x in (key, value))
-        scaled_q, scaled_g, wide_k, wide_v = q.to(wide) * ctx.scale, g.to(wide) * ctx.scale, k.to(wide), v.to(wide)
-        logsumexp = _by_group(logsumexp[0].t()[:, :, None], groups)
-        delta = (scaled_g * out).sum(-1, keepdim=True)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-        for block in ctx.blocks:
-            narrow_keys, keys, values = (block.take_keys(x) for x in (k, wide_k, wide_v))
-            for rows, seen in _calls(block, BACKWARD_QUERIES):
-                first = seen - (rows.stop - rows.start)  # of the keys that are hidden from some query
-                rows = slice(rows.start * heads, rows.stop * heads)
-                p = torch.bmm(scaled_q[:, rows], keys[:, :seen].transpose(1, 2)).sub_(logsumexp[:, rows]).exp_()
-                for head in range(heads):
-                    p[:, head::heads, first:].tril_()
-                ds = torch.bmm(scaled_g[:, rows], values[:, :seen].transpose(1, 2)).sub_(delta[:, rows]).mul_(p)
-                p, ds = p.to(q.dtype), ds.to(q.dtype)
-                grad_q[:, rows] = torch.bmm(ds, narrow_keys[:, :seen])
-                block.add_to_keys(grad_k, torch.bmm(ds.transpose(1, 2), q[:, rows]))
-                block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g[:, rows]))
-        grad_q = grad_q.view(groups, -1, heads, grad_q.size(2)).transpose(0, 1).reshape(query.shape)
-        return grad_q.to(query.dtype), *(x.transpose(0, 1).to(key.dtype) for x in (grad_k, grad_v)), None, None
+        by_group = functools.partial(_by_group, groups=groups, dtype=wide)
+        k, v = (x.transpose(0, 1).to(wide, memory_format=torch.contiguous_format) for x in (key, value))
+        logsumexp = logsumexp[0].t()[:, :, None]
+        delta = (grad.to(wide) * result).sum(-1, keepdim=True)
+        grad_q, grad_k, grad_v = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(v)
+        most = 2 * query.size(1) * BACKWARD_QUERIES * max(block.num_keys for block in ctx.blocks)
+        space = scratch("attention", most, wide)
+        with products_of(query.dtype):
+            for block in ctx.blocks:
+                keys, values = block.take_keys(k), block.take_keys(v)
+                for rows, seen in _calls(block, BACKWARD_QUERIES):
+                    q, g, lse, d = (by_group(x[rows]) for x in (query, grad, logsumexp, delta))
+                    k_seen, v_seen = keys[:, :seen].contiguous(), values[:, :seen].contiguous()
+                    p, ds = space[: 2 * q.size(0) * q.size(1) * seen].view(2, q.size(0), q.size(1), seen)
+                    torch.bmm(q, k_seen.transpose(1, 2), out=p)
+                    p = torch.add(-lse, p, alpha=ctx.scale, out=p).exp_()
+                    new, heads = rows.stop - rows.start, query.size(1) // groups
+                    for head in range(heads):  # a query is hidden from
+                        p[:, head::heads, seen - new :].tril_()
+                    torch.bmm(g, v_seen.transpose(1, 2), out=ds).sub_(d).mul_(p)
+                    block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g))
+                    block.add_to_keys(grad_k, torch.bmm(ds.transpose(1, 2), q))
+                    grad_rows = torch.bmm(ds, k_seen).mul_(ctx.scale)
+                    grad_q[rows].unflatten(1, (groups, heads)).copy_(grad_rows.unflatten(1, (new, heads)).transpose(0, 1))
+        return grad_q, grad_k.mul_(ctx.scale).transpose(0, 1).to(key.dtype), grad_v.transpose(0, 1).to(value.dtype), None, None
 
 
 def _calls(block: Block, queries: int) -> Iterator[tuple[slice, int]]:
@@ -94,9 +97,10 @@ def _corner(queries: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(queries, keys, dtype=dtype).masked_fill(later, -torch.inf)
 
 
-def _by_group(rows: torch.Tensor, groups: int) -> torch.Tensor:
+def _by_group(rows: torch.Tensor, *, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """[rows, heads, width] -> [groups, rows * heads of a group, width]."""
-    return rows.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2).contiguous()
+    parts = rows.unflatten(1, (groups, -1)).transpose(0, 1)
+    return parts.to(dtype, memory_format=torch.contiguous_format).flatten(1, 2)
 
 
 def _by_head(rows: torch.Tensor) -> torch.Tensor:

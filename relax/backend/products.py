@@ -8,8 +8,9 @@ goes straight into its fp32 buffer. `device.py` puts these in the place of what 
 Invariants: a product of bf16 matrices is the fp32 product rounded once; memory that is used again is never kept by autograd.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,22 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not cpu_multiplies_bf16():
         return tensor.float()
     return tensor
+
+
+@contextlib.contextmanager
+def products_of(dtype: torch.dtype) -> Iterator[None]:
+    """On a CPU with bf16 instructions: products of fp32 operands that hold values of `dtype`. For bf16 they are exact, with
+    fp32 sums and results, at the speed of bf16 (operands of more digits are rounded to bf16 once); for others nothing changes.
+    """
+    if dtype != torch.bfloat16 or not cpu_multiplies_bf16():
+        yield
+        return
+    setting = torch.backends.mkldnn.matmul
+    before, setting.fp32_precision = setting.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 def times_transposed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -70,20 +87,21 @@ def multiply_on_cpu(multiply: Callable[..., torch.Tensor]) -> Callable[..., torc
 def _widened_once(matrix: torch.Tensor, use: str) -> torch.Tensor:
     """A bf16 matrix in fp32 with the same strides, good until the next call for the same `use`."""
     if matrix.is_contiguous():
-        return _scratch(use, matrix.numel()).view(matrix.shape).copy_(matrix)
+        return scratch(use, matrix.numel()).view(matrix.shape).copy_(matrix)
     if matrix.t().is_contiguous():
-        return _scratch(use, matrix.numel()).view(matrix.t().shape).copy_(matrix.t()).t()
+        return scratch(use, matrix.numel()).view(matrix.t().shape).copy_(matrix.t()).t()
     return matrix.float()
 
 
-_SCRATCH: dict[str, torch.Tensor] = {}
+_SCRATCH: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
 
-def _scratch(use: str, size: int) -> torch.Tensor:
-    """The first `size` fp32 elements of memory kept for `use`: fresh pages cost a CPU more than the widening."""
-    if use not in _SCRATCH or _SCRATCH[use].numel() < size:
-        _SCRATCH[use] = torch.empty(size)
-    return _SCRATCH[use][:size]
+def scratch(use: str, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The first `size` elements of memory kept for `use`: fresh pages cost a CPU more than the work in them."""
+    kept = _SCRATCH.get((use, dtype))
+    if kept is None or kept.numel() < size:
+        kept = _SCRATCH[use, dtype] = torch.empty(size, dtype=dtype)
+    return kept[:size]
 
 
 class GradientAccumulation:
