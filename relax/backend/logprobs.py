@@ -8,6 +8,7 @@ Invariants: equal to log_softmax(h W^T).gather(t), values and gradients, for eve
 the weight at or beyond `vocab_size` (padding) get no probability and no gradient. Sums are fp32 (fp64 for fp64 input).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 from relax.backend.products import times_transposed, widened
 
-CHUNK_BYTES = 128 << 20  # one chunk of fp32 logits: large enough for full matmul speed, small beside the model
+CHUNK_BYTES = 128 << 20  # one chunk of logits: large enough for full matmul speed, small beside the model
+PART_BYTES = 2 << 20  # what of it is widened at a time on a CPU
 
 
 def target_logprobs(
@@ -36,7 +38,7 @@ def target_logprobs(
     own then gets none from here.
     """
     if chunk is None:
-        chunk = max(64, CHUNK_BYTES // (4 * weight.size(0)))
+        chunk = max(64, CHUNK_BYTES // (widened(weight[:0]).itemsize * weight.size(0)))
     result: torch.Tensor = _TargetLogprobs.apply(hidden, weight, targets, vocab_size, group, chunk, grad_into)
     return result
 
@@ -80,54 +82,69 @@ class _TargetLogprobs(torch.autograd.Function):
         total, picked = torch.zeros_like(top), torch.zeros_like(top)
         real = widened(weight[: shard.real])
         z = None
-        for at in _chunks(rows, chunk):
+        for at in _slices(rows, chunk) if shard.real else ():
             z = None  # one chunk of logits at a time
-            z = times_transposed(hidden[at].to(real.dtype), real).to(wide)
+            z = times_transposed(hidden[at].to(real.dtype), real)
             column, here = shard.local(targets[at])
-            if shard.real:
-                picked[at] = (z.gather(1, column) * here)[:, 0]
-                top[at] = z.amax(1)
-            shard.reduce(top[at], dist.ReduceOp.MAX)
-            total[at] = z.sub_(top[at, None]).exp_().sum(1)
-        shard.reduce(total)
+            picked[at] = (z.gather(1, column).to(wide) * here)[:, 0]
+            for part, logits, space in _parts(z, wide):
+                top[at][part] = logits.amax(1)
+                total[at][part] = torch.sub(logits, top[at][part, None], out=space).exp_().sum(1)
+        own_top = top.clone()
+        shard.reduce(top, dist.ReduceOp.MAX)
+        shard.reduce(total.mul_((own_top - top).exp_()))
         shard.reduce(picked)
         logsumexp = total.log() + top
         # Backward starts where this ends: the last chunk, often the only one, need not be computed again.
         ctx.last = z if any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(hidden, weight, targets, logsumexp, top)
+        ctx.save_for_backward(hidden, weight, targets, logsumexp)
         ctx.shard, ctx.chunk, ctx.grad_into = shard, chunk, grad_into
         return picked - logsumexp
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, logsumexp, top = ctx.saved_tensors
+        hidden, weight, targets, logsumexp = ctx.saved_tensors
         shard, wide = ctx.shard, logsumexp.dtype
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = ctx.grad_into
         if grad_weight is None:
             grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
         real_grad, real = grad_weight[: shard.real], widened(weight[: shard.real])
-        for at in reversed(_chunks(hidden.size(0), ctx.chunk)) if shard.real else ():
-            p, ctx.last = ctx.last, None  # exp(z - top)
-            if p is None:
-                p = times_transposed(hidden[at].to(real.dtype), real).to(wide).sub_(top[at, None]).exp_()
-            g = grad[at, None].to(wide)
-            dz = p.mul_((top - logsumexp).exp_()[at, None] * -g)  # -g softmax
+        grad = grad[:, None].to(wide)
+        for at in reversed(_slices(hidden.size(0), ctx.chunk)) if shard.real else ():
+            z, ctx.last = ctx.last, None
+            if z is None:
+                z = times_transposed(hidden[at].to(real.dtype), real)
             column, here = shard.local(targets[at])
-            dz.scatter_add_(1, column, g * here)  # + g at the target
-            dz = dz.to(real.dtype)
-            grad_hidden[at] = dz @ real
-            if dz.dtype == real_grad.dtype:
-                real_grad.addmm_(dz.t(), hidden[at].to(dz.dtype))
+            for part, dz, _ in _parts(z, wide):
+                g = grad[at][part]
+                dz.sub_(logsumexp[at][part, None]).exp_().mul_(-g)  # -g softmax
+                dz.scatter_add_(1, column[part], g * here[part])  # + g at the target
+                if dz.dtype != z.dtype:
+                    z[part] = dz
+            grad_hidden[at] = z @ real
+            if z.dtype == wide:
+                real_grad.addmm_(z.t(), hidden[at].to(z.dtype))
             else:
-                real_grad += dz.t() @ hidden[at]
-            del p, dz
+                product = z.t() @ hidden[at]
+                for rows in _slices(product.size(0), 4096):  # widened a little at a time
+                    real_grad[rows] += product[rows]
+            del z
         shard.reduce(grad_hidden)
         return grad_hidden, None if ctx.grad_into is not None else grad_weight.to(weight.dtype), *[None] * 5
 
 
-def _chunks(rows: int, chunk: int) -> list[slice]:
-    return [slice(i, min(i + chunk, rows)) for i in range(0, rows, chunk)]
+def _slices(rows: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
+
+
+def _parts(z: torch.Tensor, wide: torch.dtype) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Rows of logits, on a CPU as few as fit into its cache: where, in `wide` (themselves if they are), and space like them."""
+    rows = max(1, PART_BYTES // (wide.itemsize * z.size(1))) if z.device.type == "cpu" else z.size(0)
+    space = torch.empty(min(rows, z.size(0)), z.size(1), dtype=wide, device=z.device)
+    for part in _slices(z.size(0), rows):
+        own = space[: part.stop - part.start]
+        yield part, z[part] if z.dtype == wide else own.copy_(z[part]), own
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
