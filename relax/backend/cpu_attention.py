@@ -18,8 +18,7 @@ import torch
 from relax.backend.layout import Block, PackedLayout
 from relax.backend.products import products_of, scratch, widened
 
-QUERIES = 64  # of a call: fewer leave less work for nothing, more make larger products
-BACKWARD_QUERIES = 128
+QUERIES = 128  # of a call: fewer leave less work for nothing, more make larger products
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -42,7 +41,7 @@ class _Attention(torch.autograd.Function):
         logsumexp = torch.empty(q.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for block in blocks:
             keys, values = block.take_keys(k), block.take_keys(v)
-            hidden = _corner(QUERIES, max(512, 1 << (block.num_keys - 1).bit_length()), q.dtype)
+            hidden = _corner(2 * QUERIES, max(512, 1 << (block.num_keys - 1).bit_length()), q.dtype)
             for rows, seen in _calls(block, QUERIES):
                 mask = hidden[rows.start - rows.stop :, hidden.size(1) - seen :]
                 _by_head(result)[:, :, rows], logsumexp[:, :, rows] = _forward(
@@ -59,15 +58,14 @@ class _Attention(torch.autograd.Function):
         by_group = functools.partial(_by_group, groups=groups, dtype=wide)
         k, v = (x.transpose(0, 1).to(wide, memory_format=torch.contiguous_format) for x in (key, value))
         logsumexp = logsumexp[0].t()[:, :, None]
-        delta = (grad.to(wide) * result).sum(-1, keepdim=True)
         grad_q, grad_k, grad_v = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(v)
-        most = 2 * query.size(1) * BACKWARD_QUERIES * max(block.num_keys for block in ctx.blocks)
+        most = 4 * query.size(1) * QUERIES * max(block.num_keys for block in ctx.blocks)
         space = scratch("attention", most, wide)
         with products_of(query.dtype):
             for block in ctx.blocks:
                 keys, values = block.take_keys(k), block.take_keys(v)
-                for rows, seen in _calls(block, BACKWARD_QUERIES):
-                    q, g, lse, d = (by_group(x[rows]) for x in (query, grad, logsumexp, delta))
+                for rows, seen in _calls(block, QUERIES):
+                    q, g, out, lse = (by_group(x[rows]) for x in (query, grad, result, logsumexp))
                     k_seen, v_seen = keys[:, :seen].contiguous(), values[:, :seen].contiguous()
                     p, ds = space[: 2 * q.size(0) * q.size(1) * seen].view(2, q.size(0), q.size(1), seen)
                     torch.bmm(q, k_seen.transpose(1, 2), out=p)
@@ -75,7 +73,7 @@ class _Attention(torch.autograd.Function):
                     new, heads = rows.stop - rows.start, query.size(1) // groups
                     for head in range(heads):  # a query is hidden from
                         p[:, head::heads, seen - new :].tril_()
-                    torch.bmm(g, v_seen.transpose(1, 2), out=ds).sub_(d).mul_(p)
+                    torch.bmm(g, v_seen.transpose(1, 2), out=ds).sub_((g * out).sum(-1, keepdim=True)).mul_(p)
                     block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g))
                     block.add_to_keys(grad_k, torch.bmm(ds.transpose(1, 2), q))
                     grad_rows = torch.bmm(ds, k_seen).mul_(ctx.scale)
@@ -84,9 +82,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _calls(block: Block, queries: int) -> Iterator[tuple[slice, int]]:
-    """A block in calls: the query rows, and how many of the block's keys the last of them sees."""
-    for q0 in range(block.q0, block.q1, queries):
-        q1 = min(q0 + queries, block.q1)
+    """A block in calls of about `queries`: the query rows, and how many of the block's keys the last of them sees."""
+    size = block.q1 - block.q0
+    count = max(1, round(size / queries))
+    for i in range(count):
+        q0, q1 = (block.q0 + size * j // count for j in (i, i + 1))
         yield slice(q0, q1), block.num_keys - (block.q1 - q1)
 
 
