@@ -109,7 +109,7 @@ def layer_activations(config: HFConfig, layout: ParallelConfig) -> float:
     hidden, (width, key_value) = config.hidden_size, _attention_widths(config)
     between = 6 * hidden / (layout.tensor if layout.sequence else 1)
     qk_norm = FAMILIES[config.model_type][0]
-    inner = (4 + qk_norm) * width + (5 + qk_norm) * key_value
+    inner = (3 + qk_norm) * width + (4 + qk_norm) * key_value
     if _num_experts(config):
         inner += config.num_experts_per_tok * (4 * hidden + 4 * config.moe_intermediate_size)
     else:

@@ -102,12 +102,35 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedLayout,
     ) -> torch.Tensor:
         layout = packed_seq_params
+        query, key = (_Rotate.apply(x, *layout.rotation) for x in (query, key))
         if self.cp_group.size() > 1:
             # Every rank needs every key: all-gather (backward: reduce-scatter), then rows back into the pack's order.
             both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.cp_group)
             key, value = both[layout.gathered_order].split((key.size(-1), value.size(-1)), -1)
         out = self.attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), layout, self.scale)
         return out.reshape(query.size(0), 1, -1)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary position embedding (Su 2021) of x [rows, 1, heads, head_dim] by cos and sin [rows, 1, 1, head_dim / 2]: the first
+    half of a head's dimensions with the second, as in Hugging Face's models. megatron's own takes twice the operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, forth=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _rotated(grad, *ctx.saved_tensors, forth=False), None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, forth: bool) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (a, b), (out_a, out_b), sign = x.chunk(2, -1), out.chunk(2, -1), 1 if forth else -1
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
+    return out
 
 
 # Each backend: query, key and value [rows, heads, head_dim] -> [rows, heads, head_dim].

@@ -95,6 +95,7 @@ class PackedLayout(PackedSeqParams):
     gathered_order: torch.Tensor | None = None  # context parallel: where each whole-pack row lies among the gathered rows
     masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     call: VarlenCall | None = None
+    rotation: tuple[torch.Tensor, ...] = ()  # the model's: cosine and sine of each row's angles, [rows, 1, 1, head_dim / 2]
 
     @property
     def num_pairs(self) -> int:

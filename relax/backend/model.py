@@ -201,10 +201,11 @@ class PreferenceModel(GPTModel):
 
     def _preprocess(self, *args: Any, packed_seq_params: PackedLayout, **kwargs: Any) -> tuple[Any, ...]:
         decoder_input, _, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        positions = packed_seq_params.positions
+        positions, dtype = packed_seq_params.positions, self.config.params_dtype
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
-        angles = torch.outer(positions.to(torch.float32), self.inverse_frequencies)
-        return (decoder_input, torch.cat((angles, angles), -1)[:, None, None, :], *rest)
+        angles = torch.outer(positions.to(torch.float32), self.inverse_frequencies)[:, None, None, :]
+        packed_seq_params.rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+        return (decoder_input, None, *rest)
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: PackedLayout, **_: Any) -> Any:
         if not self.post_process:
