@@ -1,15 +1,16 @@
-"""Attention over blocks on a CPU, by torch's flash kernel.
+"""Attention over blocks on a CPU: forward by torch's flash kernel, backward by batched products.
 
 The kernel computes a causal call whole up to 512 keys, so half of its work is for nothing. Here a block's queries go a few at a
 time, each time with the keys that the last of them sees, under a mask that only hides keys from the queries before it. Backward
-calls the kernel's own and adds what keys get from several calls into one buffer: autograd would make a pack-sized gradient for
-every slice.
+(Dao et al. 2022, Algorithm 4) takes the same calls, because the kernel's own backward is several times slower in bf16, and adds
+what keys get from several calls into one buffer: autograd would make a pack-sized gradient for every slice.
 
 Invariants: equal to softmax attention over each block's keys, values and gradients; what is kept for backward is in the
 inputs' dtype but for one number per row and head; sums over calls are fp32 (fp64 for fp64 input).
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from relax.backend.layout import Block, PackedLayout
 from relax.backend.products import products_of, scratch, widened
 
 QUERIES = 128  # of a call: fewer leave less work for nothing, more make larger products
+BACKWARD_SCORES = 1 << 22  # of a call of backward, over heads: memory, where keys are many
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -59,18 +61,19 @@ class _Attention(torch.autograd.Function):
         k, v = (x.transpose(0, 1).to(wide, memory_format=torch.contiguous_format) for x in (key, value))
         logsumexp = logsumexp[0].t()[:, :, None]
         grad_q, grad_k, grad_v = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(v)
-        most = 4 * query.size(1) * QUERIES * max(block.num_keys for block in ctx.blocks)
-        space = scratch("attention", most, wide)
+        heads = query.size(1) // groups
         with products_of(query.dtype):
             for block in ctx.blocks:
                 keys, values = block.take_keys(k), block.take_keys(v)
-                for rows, seen in _calls(block, QUERIES):
+                few = BACKWARD_SCORES // (query.size(1) * block.num_keys)
+                for rows, seen in _calls(block, max(1, min(QUERIES, few))):
                     q, g, out, lse = (by_group(x[rows]) for x in (query, grad, result, logsumexp))
                     k_seen, v_seen = keys[:, :seen].contiguous(), values[:, :seen].contiguous()
-                    p, ds = space[: 2 * q.size(0) * q.size(1) * seen].view(2, q.size(0), q.size(1), seen)
+                    shape = (2, q.size(0), q.size(1), seen)
+                    p, ds = scratch("attention", math.prod(shape), wide).view(shape)
                     torch.bmm(q, k_seen.transpose(1, 2), out=p)
                     p = torch.add(-lse, p, alpha=ctx.scale, out=p).exp_()
-                    new, heads = rows.stop - rows.start, query.size(1) // groups
+                    new = rows.stop - rows.start
                     for head in range(heads):  # a query is hidden from
                         p[:, head::heads, seen - new :].tril_()
                     torch.bmm(g, v_seen.transpose(1, 2), out=ds).sub_((g * out).sum(-1, keepdim=True)).mul_(p)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from relax.backend import attention, cpu_attention
+from relax.backend import attention, cpu_attention, products
 from relax.backend.attention import BACKENDS, choose_backend
 from relax.backend.layout import PackedLayout, build_layout
 from relax.backend.products import cpu_multiplies_bf16
@@ -91,6 +91,33 @@ def test_backends_agree(backend: str, at: int, monkeypatch: pytest.MonkeyPatch) 
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_backward_takes_few_queries_at_a_time_where_keys_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, space = layouts()[1], {}
+    monkeypatch.setattr(products, "_SCRATCH", space)
+    inputs = draw(layout, torch.Generator().manual_seed(0), torch.float64)
+    grads = []
+    for scores in (1 << 22, most := 4 * HEADS * max(block.num_keys for block in layout.blocks)):
+        monkeypatch.setattr(cpu_attention, "BACKWARD_SCORES", scores)
+        space.clear()
+        grads.append(torch.autograd.grad(BACKENDS["sdpa"](*inputs, layout, 0.3).square().sum(), inputs))
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    assert space["attention", torch.float64].numel() <= 2 * 1.5 * most  # scores and their gradients, of even calls
+
+
+def test_a_hidden_key_may_score_beyond_all_numbers() -> None:
+    layout = layouts()[0]
+    inputs = draw(layout, torch.Generator().manual_seed(0), torch.float32)
+    with torch.no_grad():
+        inputs[1][layout.blocks[0].q1 - 1] *= 1e4  # seen by the block's last query alone
+    found = [
+        torch.autograd.grad(attend(*inputs, layout, 0.3).square().sum(), inputs)
+        for attend in (BACKENDS["sdpa"], attention._call_each)
+    ]
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.isfinite(mine).all()
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("at", range(7))

@@ -5,9 +5,10 @@ import torch
 
 from relax.backend import products
 from relax.backend.device import on_device
-from relax.backend.products import LARGE, GradientAccumulation, times_transposed
+from relax.backend.products import LARGE, GradientAccumulation, products_of, times_transposed
 
 CPU = torch.device("cpu")
+THIS_CPU = products.cpu_multiplies_bf16
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +75,26 @@ def test_a_product_with_a_transposed_weight_is_exact_to_fp32(rows: int, strided:
 def test_fp64_stays_fp64() -> None:
     x, w = (torch.randn(n, 96, dtype=torch.float64) for n in (300, 120))
     assert torch.equal(times_transposed(x, w), x @ w.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_fp32_products_of_a_dtypes_values_are_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever instructions this CPU has: sums are fp32, and fp32 values are not rounded on the way."""
+    monkeypatch.setattr(products, "cpu_multiplies_bf16", THIS_CPU)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).to(dtype).float() for shape in ((2, 48, 96), (2, 96, 64)))
+    with products_of(dtype):
+        result = torch.bmm(a, b)
+    exact = a.double() @ b.double()
+    assert float((result - exact).abs().max()) < 1e-4
+    rounded = a[0].bfloat16().float() @ b[0].bfloat16().float()
+    assert dtype == torch.bfloat16 or float((rounded - exact[0]).abs().max()) > 1e-2  # what rounding would have cost
+
+
+def test_the_precision_of_other_products_is_put_back_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "cpu_multiplies_bf16", lambda: True)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    with pytest.raises(ZeroDivisionError), products_of(torch.bfloat16):
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        raise ZeroDivisionError
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
