@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from relax.backend import attention, cpu_attention, products
-from relax.backend.attention import BACKENDS, choose_backend
+from relax.backend.attention import BACKENDS, _Rotate, choose_backend
 from relax.backend.layout import PackedLayout, build_layout
 from relax.backend.products import cpu_multiplies_bf16
 from relax.errors import UserError
@@ -137,6 +138,25 @@ def test_half_precision_rounds_once_and_is_what_backward_keeps(at: int) -> None:
         assert float((mine.float() - theirs).norm()) <= 2e-2 * float(theirs.norm())
     rows = layout.ids.size(0)
     assert sum(x.nbytes for x in kept) == sum(x.nbytes for x in (*inputs, out)) + 4 * rows * HEADS  # and the log-sum-exps
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_rotation_is_transformers_own(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(5, 1, 3, 8, dtype=torch.float64, generator=generator).to(dtype) for _ in range(2))
+    angles = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+    cos, sin = (f(angles).to(dtype) for f in (torch.cos, torch.sin))
+    found = []
+    for rotate in (
+        lambda x: _Rotate.apply(x, cos[:, None, None], sin[:, None, None]),
+        lambda x: apply_rotary_pos_emb(x, x, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), unsqueeze_dim=1)[0],
+    ):
+        own = x.squeeze(1).clone().requires_grad_()  # [positions, heads, head_dim]
+        rotated = rotate(own[:, None]).view(own.shape) if not found else rotate(own)
+        found.append((rotated, torch.autograd.grad(rotated, own, grad.squeeze(1))[0]))
+    tolerance = 1e-12 if dtype == torch.float64 else 2**-7
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_keys_are_gathered_only_where_blocks_take_others_than_their_own() -> None:

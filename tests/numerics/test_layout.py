@@ -200,13 +200,20 @@ def test_sharded_attention_equals_the_whole(size: int, monkeypatch: pytest.Monke
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(rows, 1, n, dim, generator=generator, dtype=torch.float64) for n in (heads, groups, groups))
 
+    for layout in (whole, *parts):
+        angles = torch.outer(layout.positions.double(), torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64))
+        layout.rotation = angles.cos()[:, None, None], angles.sin()[:, None, None]
+    rotated = attention._Rotate.apply(k, *whole.rotation)
+
     def attend(layout: PackedLayout, at: np.ndarray, ranks: int) -> torch.Tensor:
         groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: ranks))
         module = PackedAttention(SimpleNamespace(kv_channels=dim), 1, None, "self", pg_collection=groups)
         return module(q[at], k[at], v[at], None, packed_seq_params=layout)
 
     everything = np.concatenate([whole_rows(part, rank, size) for rank, part in enumerate(parts)])
-    monkeypatch.setattr(attention, "gather_from_sequence_parallel_region", lambda _, group: torch.cat((k, v), -1)[everything])
+    monkeypatch.setattr(
+        attention, "gather_from_sequence_parallel_region", lambda _, group: torch.cat((rotated, v), -1)[everything]
+    )
     expected = attend(whole, np.arange(rows), 1)
     assert expected.shape == (rows, 1, heads * dim)
     for rank, part in enumerate(parts):
