@@ -71,7 +71,10 @@ def choose_backend(asked: str, *, device: torch.device, dtype: torch.dtype, head
 
 
 class PackedAttention(MegatronModule):
-    """megatron-core's `core_attention`, for packed rows: query [rows, 1, heads, head_dim] -> [rows, 1, heads * head_dim]."""
+    """megatron-core's `core_attention`, for packed rows: query [rows, 1, heads, head_dim] -> [rows, 1, heads * head_dim].
+
+    Query and key come unrotated: the layout has each row's rotary embedding.
+    """
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 The kernel computes a causal call whole up to 512 keys, so half of its work is for nothing. Here a block's queries go a few at a
 time, each time with the keys that the last of them sees, under a mask that only hides keys from the queries before it. Backward
-(Dao et al. 2022, Algorithm 4) takes the same calls, because the kernel's own backward is several times slower in bf16, and adds
-what keys get from several calls into one buffer: autograd would make a pack-sized gradient for every slice.
+(Dao et al. 2022, Algorithm 4) does likewise, because the kernel's own backward is several times slower in bf16, and adds what
+keys get from several calls into one buffer: autograd would make a pack-sized gradient for every slice.
 
 Invariants: equal to softmax attention over each block's keys, values and gradients; what is kept for backward is in the
 inputs' dtype but for one number per row and head; sums over calls are fp32 (fp64 for fp64 input).
@@ -20,7 +20,7 @@ from relax.backend.layout import Block, PackedLayout
 from relax.backend.products import products_of, scratch, widened
 
 QUERIES = 128  # of a call: fewer leave less work for nothing, more make larger products
-BACKWARD_SCORES = 1 << 22  # of a call of backward, over heads: memory, where keys are many
+BACKWARD_SCORES = 1 << 25  # of a call of backward, over heads: it bounds memory where keys are many
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -43,7 +43,7 @@ class _Attention(torch.autograd.Function):
         logsumexp = torch.empty(q.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for block in blocks:
             keys, values = block.take_keys(k), block.take_keys(v)
-            hidden = _corner(2 * QUERIES, max(512, 1 << (block.num_keys - 1).bit_length()), q.dtype)
+            hidden = _corner(3 * QUERIES // 2, max(512, 1 << (block.num_keys - 1).bit_length()), q.dtype)
             for rows, seen in _calls(block, QUERIES):
                 mask = hidden[rows.start - rows.stop :, hidden.size(1) - seen :]
                 _by_head(result)[:, :, rows], logsumexp[:, :, rows] = _forward(

@@ -57,7 +57,7 @@ class Block:
         first = 0
         for k0, k1 in self.keys:
             size = min(k1 - k0, part.size(-2) - first)
-            rows[..., k0 : k0 + size, :] += part[..., first : first + size, :]
+            rows[..., k0 : k0 + size, :].add_(part[..., first : first + size, :])
             first += size
 
 

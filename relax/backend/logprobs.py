@@ -87,9 +87,7 @@ class _TargetLogprobs(torch.autograd.Function):
             z = times_transposed(hidden[at].to(real.dtype), real)
             column, here = shard.local(targets[at])
             picked[at] = (z.gather(1, column).to(wide) * here)[:, 0]
-            for part, logits, space in _parts(z, wide):
-                top[at][part] = logits.amax(1)
-                total[at][part] = torch.sub(logits, top[at][part, None], out=space).exp_().sum(1)
+            _add_up(z, top[at], total[at])
         own_top = top.clone()
         shard.reduce(top, dist.ReduceOp.MAX)
         shard.reduce(total.mul_((own_top - top).exp_()))
@@ -116,19 +114,15 @@ class _TargetLogprobs(torch.autograd.Function):
             if z is None:
                 z = times_transposed(hidden[at].to(real.dtype), real)
             column, here = shard.local(targets[at])
-            for part, dz, _ in _parts(z, wide):
-                g = grad[at][part]
-                dz.sub_(logsumexp[at][part, None]).exp_().mul_(-g)  # -g softmax
-                dz.scatter_add_(1, column[part], g * here[part])  # + g at the target
-                if dz.dtype != z.dtype:
-                    z[part] = dz
+            _to_gradient(z, logsumexp[at], grad[at], column, grad[at] * here)
             grad_hidden[at] = z @ real
             if z.dtype == wide:
                 real_grad.addmm_(z.t(), hidden[at].to(z.dtype))
             else:
                 product = z.t() @ hidden[at]
                 for rows in _slices(product.size(0), 4096):  # widened a little at a time
-                    real_grad[rows] += product[rows]
+                    real_grad[rows].add_(product[rows])
+                del product
             del z
         shard.reduce(grad_hidden)
         return grad_hidden, None if ctx.grad_into is not None else grad_weight.to(weight.dtype), *[None] * 5
@@ -138,9 +132,30 @@ def _slices(rows: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
+def _add_up(z: torch.Tensor, top: torch.Tensor, total: torch.Tensor) -> None:
+    """Each row's largest logit into `top` and the sum of exp(logit - top) into `total`, both [rows]."""
+    for part, logits, space in _parts(z, top.dtype):
+        top[part] = logits.amax(1)
+        total[part] = torch.sub(logits, top[part, None], out=space).exp_().sum(1)
+
+
+def _to_gradient(
+    z: torch.Tensor, logsumexp: torch.Tensor, grad: torch.Tensor, column: torch.Tensor, at_target: torch.Tensor
+) -> None:
+    """Logits z [rows, vocab shard] become their gradient in place: -grad softmax, and at_target more in the target's column.
+
+    logsumexp [rows]; grad, column and at_target [rows, 1].
+    """
+    for part, dz, _ in _parts(z, logsumexp.dtype):
+        dz.sub_(logsumexp[part, None]).exp_().mul_(-grad[part]).scatter_add_(1, column[part], at_target[part])
+        if dz.dtype != z.dtype:
+            z[part] = dz
+
+
 def _parts(z: torch.Tensor, wide: torch.dtype) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Rows of logits, on a CPU as few as fit into its cache: where, in `wide` (themselves if they are), and space like them."""
-    rows = max(1, PART_BYTES // (wide.itemsize * z.size(1))) if z.device.type == "cpu" else z.size(0)
+    size = PART_BYTES if z.device.type == "cpu" else 32 * PART_BYTES
+    rows = max(1, size // (wide.itemsize * z.size(1)))
     space = torch.empty(min(rows, z.size(0)), z.size(1), dtype=wide, device=z.device)
     for part in _slices(z.size(0), rows):
         own = space[: part.stop - part.start]

@@ -1,8 +1,14 @@
 """Chunked log-probs against a full log-softmax: values and gradients, any chunk size, padding, dtype."""
 
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
+from relax.backend import logprobs
 from relax.backend.logprobs import target_logprobs
 
 HIDDEN, VOCABULARY, PADDED = 24, 57, 61
@@ -112,3 +118,27 @@ def test_the_hidden_states_and_the_weight_are_left_as_they_were() -> None:
     before = hidden.clone(), weight.clone()
     chunked(hidden, weight, targets, grad, chunk=7)
     assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_one_chunk_of_logits_lives_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply, made = logprobs.times_transposed, []
+
+    def watched(*args: Any) -> torch.Tensor:
+        """The same logits in memory of numpy's, which can be watched; what was made before must be gone."""
+        assert not any(alive() for alive in made)
+        result = multiply(*args)
+        memory = np.empty(result.nbytes, dtype=np.uint8)
+        made.append(weakref.ref(memory))
+        return torch.from_numpy(memory).view(result.dtype).view(result.shape).copy_(result)
+
+    monkeypatch.setattr(logprobs, "times_transposed", watched)
+    monkeypatch.setattr(logprobs, "PART_BYTES", 16 * VOCABULARY)
+    gc.disable()  # only what nothing names is gone
+    try:
+        hidden, weight, targets, grad = inputs(dtype)
+        chunked(hidden, weight, targets, grad, chunk=7)
+    finally:
+        gc.enable()
+    assert len(made) == 4 + 3  # the last chunk is kept for backward
+    assert not any(alive() for alive in made)
