@@ -112,7 +112,7 @@ def main() -> None:
     args = _parse()
     environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": environment})
-    board = Board.remote()  # type: ignore[attr-defined]
+    board = Board.remote()  # type: ignore[attr-defined]  # Ray's decorator adds it
     signals: list[int] = []
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(kind, lambda number, _: signals.append(number))

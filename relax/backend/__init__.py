@@ -37,7 +37,7 @@ def _what_training_needs() -> Iterator[None]:
         compiled = functools.cache(lambda: compile_now(function, **options))
         return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
-    torch.compile = compile_later  # type: ignore[assignment]
+    torch.compile = compile_later  # type: ignore[assignment]  # torch's has overloads
     modules |= dict.fromkeys(unused)  # None: as if it were not installed
     try:
         yield

@@ -74,7 +74,7 @@ class _Attention(torch.autograd.Function):
                     torch.bmm(q, k_seen.transpose(1, 2), out=p)
                     p = torch.add(-lse, p, alpha=ctx.scale, out=p).exp_()
                     new = rows.stop - rows.start
-                    for head in range(heads):  # a query is hidden from
+                    for head in range(heads):  # exactly 0 for a later key, even where exp overflowed
                         p[:, head::heads, seen - new :].tril_()
                     torch.bmm(g, v_seen.transpose(1, 2), out=ds).sub_((g * out).sum(-1, keepdim=True)).mul_(p)
                     block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g))

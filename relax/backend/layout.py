@@ -78,7 +78,7 @@ class VarlenCall:
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """One rank's micro-batch. `qkv_format` stays "sbhd" so that attention keeps [rows, 1, heads, head_dim] and RoPE is per row.
+    """One rank's micro-batch. `qkv_format` stays "sbhd" so that attention keeps [rows, 1, heads, head_dim].
 
     ids, positions [rows]; score_rows [num_targets]: the local rows whose output is scored; targets [num_targets]: the token
     each predicts (lm head); target_counts [2 * num_pairs]: how many of them belong to each sequence, in order; real [rows]:

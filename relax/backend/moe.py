@@ -162,7 +162,7 @@ class Experts(MegatronModule):
         for weight, axis in ((self.weight1, 1), (self.weight2, 2)):
             set_tensor_model_parallel_attributes(weight, True, axis, 1)
             # Gradients go over the ranks that hold the same experts, and the optimizer is one of its own, on every layout.
-            weight.allreduce = False  # type: ignore[attr-defined]
+            weight.allreduce = False  # type: ignore[attr-defined]  # megatron reads it
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         """rows [assignments, hidden_size] and their router weights [assignments], sorted by expert -> their outputs."""

@@ -1,6 +1,7 @@
 """Length limits: exact lengths and marks, sides that always keep a token, and every oversize strategy."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,16 @@ from relax.data.rows import RowRejected
 from relax.errors import UserError
 
 
-def limited(prompt: int, chosen: int, rejected: int, *, shrunk: bool = False, **options: object) -> LimitedPair:
+def limited(prompt: int, chosen: int, rejected: int, *, shrunk: bool = False, **options: Any) -> LimitedPair:
     """A pair of the given lengths, whose ids tell side and place, after its limits."""
     parts = (
         np.arange(start, start + size, dtype=np.int32) for start, size in ((0, prompt), (10_000, chosen), (20_000, rejected))
     )
     settings = {"max_length": 1000, "max_completion_length": 999, "max_tokens": 10_000, **options}
     lengths = chosen, rejected
-    pair = PairIds(*parts, trained=lengths, rendered=lengths, shrunk=shrunk)  # type: ignore[arg-type, misc]
-    return apply_limits(pair, options=DataOptions(**settings))  # type: ignore[arg-type]
+    prompt_ids, chosen_ids, rejected_ids = parts
+    pair = PairIds(prompt_ids, chosen_ids, rejected_ids, trained=lengths, rendered=lengths, shrunk=shrunk)
+    return apply_limits(pair, options=DataOptions(**settings))
 
 
 def sizes(pair: LimitedPair) -> tuple[int, int, int]:
