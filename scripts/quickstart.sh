@@ -48,8 +48,8 @@ RECIPE_ARGS=(
     --keep-checkpoints 1
     --save-hf "$SAVE_DIR/$EXP_NAME-hf"
 )
-# On a CPU without bf16 instructions relax computes bf16 in fp32, which costs a little more time than fp32 itself.
-((NUM_GPUS)) || grep -qs bf16 /proc/cpuinfo || RECIPE_ARGS+=(--no-bf16)
+# Updates of 24 steps are smaller than what bf16 weights can show (held-out loss fell a fifth as far); a CPU has time for fp32.
+((NUM_GPUS)) || RECIPE_ARGS+=(--no-bf16)
 
 # The tracker is written when a checkpoint is whole, the curves after the last evaluation.
 trained=$(cat "$SAVE_DIR/$EXP_NAME/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
