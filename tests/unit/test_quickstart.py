@@ -78,6 +78,7 @@ def test_first_run_installs_fetches_and_trains(project: Project):
         "--load quickstart/checkpoints/quickstart --save quickstart/checkpoints/quickstart",
         "--loss-type dpo",
         "--prompt-data quickstart/demo_train.jsonl",
+        "--no-bf16",
         "--eval-prompt-data quickstart/demo_eval.jsonl",
         "--num-rollout 24 --global-batch-size 3 --max-tokens-per-gpu 4096 --lr 1e-5",
         "--save-interval 12",
