@@ -18,7 +18,7 @@ from relax.batches import Batches
 from relax.errors import UserError
 from relax.reference import ReferenceTable, table_path
 
-NUMERICS = 3  # raised where relax computes a score by other operations, so that its bits may be others
+NUMERICS = 4  # raised where relax computes a score by other operations, so that its bits may be others
 
 
 def open_table(engine: Engine, batches: Batches, *, reference_sha256: str, directory: Path) -> None:
@@ -85,6 +85,7 @@ def _identity(engine: Engine, batches: Batches, *, reference_sha256: str) -> dic
         "numerics": NUMERICS,
         "world_size": dist.get_world_size(),
         "attention": engine.attention,
+        "kernels": engine.kernels,
         "parallel": str(engine.parallel),
         "packing": str(batches.packing),
         "batch_size": batches.batch_size,

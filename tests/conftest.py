@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from relax.backend import parallel
+from relax.backend import kernels, parallel
 from relax.backend.device import on_device
 
 CPU = torch.device("cpu")
@@ -24,3 +24,14 @@ def on_cpu(one_process: None) -> Iterator[None]:
     """`one_process`, with the test's body inside the CPU seam."""
     with on_device(CPU):
         yield
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def elementwise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test with compiled kernels, and with torch's operations as on a machine without a compiler."""
+    which: str = request.param
+    if which == "torch":
+        monkeypatch.setattr(kernels, "_library", lambda: "there is none in this test")
+    elif isinstance(reason := kernels._library(), str):
+        pytest.skip(reason)
+    return which

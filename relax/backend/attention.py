@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 
 from relax.backend.cpu_attention import attend_on_cpu
+from relax.backend.kernels import kernel
 from relax.backend.layout import PackedLayout, VarlenCall
 from relax.errors import UserError
 
@@ -131,6 +132,9 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, forth: bool) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (a, b), (out_a, out_b), sign = x.chunk(2, -1), out.chunk(2, -1), 1 if forth else -1
+    if (run := kernel("rotate", x)) and x.stride(-1) == 1:
+        run(x, cos, sin, out, x.size(0), x.size(2), a.size(-1), x.stride(0), x.stride(2), float(sign))
+        return out
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
     return out

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from relax.backend.kernels import kernel
 from relax.backend.layout import Block, PackedLayout
 from relax.backend.products import products_of, scratch, widened
 
@@ -57,31 +58,68 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, result, logsumexp = ctx.saved_tensors
         groups, wide = key.size(1), logsumexp.dtype
-        by_group = functools.partial(_by_group, groups=groups, dtype=wide)
         k, v = (x.transpose(0, 1).to(wide, memory_format=torch.contiguous_format) for x in (key, value))
-        logsumexp = logsumexp[0].t()[:, :, None]
-        grad_q, grad_k, grad_v = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(v)
+        q, g, delta = _by_group(query, grad, result, groups, wide)
+        grad_q, grad_k, grad_v = torch.empty(query.shape, dtype=query.dtype), torch.zeros_like(k), torch.zeros_like(v)
         heads = query.size(1) // groups
         with products_of(query.dtype):
             for block in ctx.blocks:
                 keys, values = block.take_keys(k), block.take_keys(v)
                 few = BACKWARD_SCORES // (query.size(1) * block.num_keys)
                 for rows, seen in _calls(block, max(1, min(QUERIES, few))):
-                    q, g, out, lse = (by_group(x[rows]) for x in (query, grad, result, logsumexp))
-                    k_seen, v_seen = keys[:, :seen].contiguous(), values[:, :seen].contiguous()
-                    shape = (2, q.size(0), q.size(1), seen)
+                    own = slice(rows.start * heads, rows.stop * heads)
+                    q_own, g_own, k_seen, v_seen = q[:, own], g[:, own], keys[:, :seen], values[:, :seen]
+                    shape = (2, groups, q_own.size(1), seen)
                     p, ds = scratch("attention", math.prod(shape), wide).view(shape)
-                    torch.bmm(q, k_seen.transpose(1, 2), out=p)
-                    p = torch.add(-lse, p, alpha=ctx.scale, out=p).exp_()
-                    new = rows.stop - rows.start
-                    for head in range(heads):  # exactly 0 for a later key, even where exp overflowed
-                        p[:, head::heads, seen - new :].tril_()
-                    torch.bmm(g, v_seen.transpose(1, 2), out=ds).sub_((g * out).sum(-1, keepdim=True)).mul_(p)
-                    block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g))
-                    block.add_to_keys(grad_k, torch.bmm(ds.transpose(1, 2), q))
-                    grad_rows = torch.bmm(ds, k_seen).mul_(ctx.scale)
-                    grad_q[rows].unflatten(1, (groups, heads)).copy_(grad_rows.unflatten(1, (new, heads)).transpose(0, 1))
+                    torch.bmm(q_own, k_seen.transpose(1, 2), out=p)
+                    torch.bmm(g_own, v_seen.transpose(1, 2), out=ds)
+                    _scores_to_gradients(p, ds, logsumexp[0], delta, rows, ctx.scale)
+                    block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g_own))
+                    block.add_to_keys(grad_k, torch.bmm(ds.transpose(1, 2), q_own))
+                    _from_groups(torch.bmm(ds, k_seen), ctx.scale, grad_q[rows])
         return grad_q, grad_k.mul_(ctx.scale).transpose(0, 1).to(key.dtype), grad_v.transpose(0, 1).to(value.dtype), None, None
+
+
+def _by_group(
+    query: torch.Tensor, grad: torch.Tensor, result: torch.Tensor, groups: int, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query, grad and result [rows, heads, width] -> query and grad in `wide` [groups, rows * heads of a group, width], and the
+    sums of grad * result [groups, rows * heads of a group]."""
+    rows, heads, width = query.shape
+    if run := kernel("attention_rows", query):
+        q, g = torch.empty(2, groups, rows * heads // groups, width)
+        delta = torch.empty(q.shape[:2])
+        run(query.contiguous(), grad.contiguous(), result, q, g, delta, rows, groups, heads // groups, width)
+        return q, g, delta
+    q, g, out = (x.to(wide).unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2) for x in (query, grad, result))
+    return q, g, (g * out).sum(-1)
+
+
+def _scores_to_gradients(
+    p: torch.Tensor, ds: torch.Tensor, logsumexp: torch.Tensor, delta: torch.Tensor, rows: slice, scale: float
+) -> None:
+    """p, which holds the scores q k, and ds, which holds g v, both [groups, rows * heads of a group, keys], become in place
+    exp(scale q k - logsumexp) and p (g v - delta), and exactly 0 at keys later than the row; the last row sees every key.
+
+    logsumexp [heads, all rows]; delta [groups, all rows * heads of a group].
+    """
+    groups, keys, new = p.size(0), p.size(2), rows.stop - rows.start
+    heads = logsumexp.size(0) // groups
+    if run := kernel("attention_scores", p):
+        return run(p, ds, logsumexp, delta, rows.start, new, logsumexp.size(1), groups, heads, keys, scale)
+    lse = logsumexp[:, rows].unflatten(0, (groups, heads)).transpose(1, 2).reshape(groups, -1, 1)
+    torch.add(-lse, p, alpha=scale, out=p).exp_()
+    for head in range(heads):  # even where exp overflowed
+        p[:, head::heads, keys - new :].tril_()
+    ds.sub_(delta[:, rows.start * heads : rows.stop * heads, None]).mul_(p)
+
+
+def _from_groups(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """scale * grad [groups, rows * heads of a group, width] into out [rows, heads, width]."""
+    rows, heads, width = out.shape
+    if run := kernel("attention_grad", out):
+        return run(grad, out, rows, grad.size(0), heads // grad.size(0), width, scale)
+    out.unflatten(1, (grad.size(0), -1)).copy_(grad.mul_(scale).unflatten(1, (rows, -1)).transpose(0, 1))
 
 
 def _calls(block: Block, queries: int) -> Iterator[tuple[slice, int]]:
@@ -98,12 +136,6 @@ def _corner(queries: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores of the last queries on all keys, [queries, keys]: -inf where a key is later."""
     later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
     return torch.zeros(queries, keys, dtype=dtype).masked_fill(later, -torch.inf)
-
-
-def _by_group(rows: torch.Tensor, *, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, heads, width] -> [groups, rows * heads of a group, width]."""
-    parts = rows.unflatten(1, (groups, -1)).transpose(0, 1)
-    return parts.to(dtype, memory_format=torch.contiguous_format).flatten(1, 2)
 
 
 def _by_head(rows: torch.Tensor) -> torch.Tensor:

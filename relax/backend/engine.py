@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from relax.backend.attention import choose_backend
 from relax.backend.device import runs_on_device
+from relax.backend.kernels import choose_kernels
 from relax.backend.layout import PackedLayout, Pair, build_layout
 from relax.backend.model import HFConfig, PreferenceModel, head_dim, transformer_config
 from relax.backend.moe import take_balance
@@ -85,6 +86,7 @@ class Engine:
         self.attention, self.attention_reason = choose_backend(
             attention, device=device, dtype=dtype, head_dim=head_dim(hf_config)
         )
+        self.kernels, self.kernels_reason = choose_kernels(device, dtype)
         self._overrides = config_overrides
         self.chunks: list[PreferenceModel] = self._build_chunks()
         self.config = self.chunks[0].config

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from relax.backend.products import times_transposed, widened
+from relax.backend.kernels import kernel
+from relax.backend.products import add_to_wide, times_transposed, widened
 
 CHUNK_BYTES = 128 << 20  # one chunk of logits: large enough for full matmul speed, small beside the model
 PART_BYTES = 2 << 20  # what of it is widened at a time on a CPU
@@ -120,8 +121,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 real_grad.addmm_(z.t(), hidden[at].to(z.dtype))
             else:
                 product = z.t() @ hidden[at]
-                for rows in _slices(product.size(0), 4096):  # widened a little at a time
-                    real_grad[rows].add_(product[rows])
+                add_to_wide(real_grad, product)
                 del product
             del z
         shard.reduce(grad_hidden)
@@ -134,6 +134,8 @@ def _slices(rows: int, size: int) -> list[slice]:
 
 def _add_up(z: torch.Tensor, top: torch.Tensor, total: torch.Tensor) -> None:
     """Each row's largest logit into `top` and the sum of exp(logit - top) into `total`, both [rows]."""
+    if run := kernel("logits_sum", z):
+        return run(z, top, total, z.size(0), z.size(1))
     for part, logits, space in _parts(z, top.dtype):
         top[part] = logits.amax(1)
         total[part] = torch.sub(logits, top[part, None], out=space).exp_().sum(1)
@@ -146,6 +148,8 @@ def _to_gradient(
 
     logsumexp [rows]; grad, column and at_target [rows, 1].
     """
+    if run := kernel("logits_gradient", z):
+        return run(z, logsumexp, grad.contiguous(), column.contiguous(), at_target.contiguous(), z.size(0), z.size(1))
     for part, dz, _ in _parts(z, logsumexp.dtype):
         dz.sub_(logsumexp[part, None]).exp_().mul_(-grad[part]).scatter_add_(1, column[part], at_target[part])
         if dz.dtype != z.dtype:

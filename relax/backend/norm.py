@@ -1,7 +1,8 @@
 """Root-mean-square norm (Zhang & Sennrich 2019) for megatron-core's layer spec.
 
 On a CPU torch composes it of elementwise operations, and autograd would keep each one's fp32 result for every layer; here the
-input and one number per row are kept, the rest is computed again in backward, and memory is passed over half as often.
+input and one number per row are kept, the rest is computed again in backward, and memory is passed over half as often, or by
+a compiled kernel once.
 """
 
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from relax.backend.kernels import kernel
+
+ROWS = 64  # whose share of the weight's gradient a kernel adds up: a number of threads must not change it
 
 
 class RMSNorm(torch.nn.Module):
@@ -34,6 +39,12 @@ class RMSNorm(torch.nn.Module):
 class _LeanRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if run := kernel("norm_forward", x):
+            x, result = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+            scale = torch.empty(*x.shape[:-1], 1)
+            run(x, weight, result, scale, scale.numel(), x.size(-1), eps)
+            ctx.save_for_backward(x, weight, scale)
+            return result
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
@@ -43,6 +54,11 @@ class _LeanRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, scale = (saved.flatten(0, -2) if saved.dim() > 1 else saved for saved in ctx.saved_tensors)
+        if run := kernel("norm_backward", x):
+            grad_x = torch.empty_like(x)
+            parts = torch.empty(-(-x.size(0) // ROWS), x.size(1))
+            run(grad.contiguous(), x, weight, scale, grad_x, parts, x.size(0), x.size(1), ROWS)
+            return grad_x.view_as(grad), parts.sum(0).to(weight.dtype), None
         rows, grad_y, weight_ = x.to(scale.dtype), grad.flatten(0, -2).to(scale.dtype), weight.to(scale.dtype)
         # With n = scale x, the normed row: grad_w = sum_rows grad n, and grad_x = scale (grad w - n mean(grad w n)).
         both = grad_y * rows

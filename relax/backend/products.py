@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from relax.backend.kernels import kernel
+
 
 @functools.cache
 def cpu_multiplies_bf16() -> bool:
@@ -116,4 +118,12 @@ class GradientAccumulation:
         if x.dtype == main_grad.dtype:
             main_grad.addmm_(grad.t(), x)
         else:
-            main_grad.add_(grad.t() @ x)
+            add_to_wide(main_grad, grad.t() @ x)
+
+
+def add_to_wide(total: torch.Tensor, part: torch.Tensor) -> None:
+    """Add bf16 `part` to fp32 `total` of the same shape [rows, columns]."""
+    if (run := kernel("add", part)) and total.is_contiguous() and part.is_contiguous():
+        return run(total, part, part.numel())
+    for rows in range(0, part.size(0), 4096):  # torch widens all that it is given
+        total[rows : rows + 4096].add_(part[rows : rows + 4096])

@@ -1,4 +1,4 @@
-"""SwiGLU keeps its input alone and changes no bit of torch's own composition, values and gradients."""
+"""SwiGLU keeps its input alone; values and gradients are torch's own composition's."""
 
 import pytest
 import torch
@@ -7,22 +7,23 @@ import torch.nn.functional as F
 from relax.backend.activation import SwiGLU
 
 
+@pytest.mark.usefixtures("elementwise")
+@pytest.mark.parametrize("shape", [(5, 1, 12), (3, 2, 130), (0, 1, 12)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_values_and_gradients_are_the_compositions_own_bit_for_bit(dtype: torch.dtype) -> None:
+def test_values_and_gradients_are_the_compositions_own(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 1, 12, generator=generator).to(dtype).requires_grad_()
-    grad = torch.randn(5, 1, 6, generator=generator).to(dtype)
-    swiglu = SwiGLU(config=None)
-    got = swiglu(x)
-    got.backward(grad)
-    found, x.grad = x.grad, None
+    x = (8 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
+    grad = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator).to(dtype)
+    got = SwiGLU(config=None)(x)
+    found = got, *torch.autograd.grad(got, x, grad)
     gate, up = x.chunk(2, -1)
     expected = F.silu(gate) * up
-    expected.backward(grad)
-    assert torch.equal(got, expected)
-    assert torch.equal(found, x.grad)
+    for mine, theirs in zip(found, (expected, *torch.autograd.grad(expected, x, grad)), strict=True):
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(mine, theirs, rtol=4 * eps, atol=16 * eps)
 
 
+@pytest.mark.usefixtures("elementwise")
 def test_the_input_alone_is_kept() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     kept: list[torch.Tensor] = []

@@ -42,6 +42,7 @@ def chunked(
     return [values.detach(), *torch.autograd.grad(values, (hidden, weight), grad.to(values.dtype))]
 
 
+@pytest.mark.usefixtures("elementwise")
 @pytest.mark.parametrize("chunk", [1, 7, ROWS, 1000, None])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_chunks_equal_a_full_log_softmax(dtype: torch.dtype, tolerance: float, chunk: int | None) -> None:
@@ -52,6 +53,7 @@ def test_chunks_equal_a_full_log_softmax(dtype: torch.dtype, tolerance: float, c
         torch.testing.assert_close(value.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("elementwise")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_padding_rows_get_no_probability_and_no_gradient(dtype: torch.dtype) -> None:
     hidden, weight, targets, grad = inputs(dtype)
@@ -78,6 +80,7 @@ def test_equal_logits_give_a_uniform_distribution() -> None:
     torch.testing.assert_close(values, torch.full((3,), -float(torch.tensor(VOCABULARY).log())), rtol=1e-6, atol=0)
 
 
+@pytest.mark.usefixtures("elementwise")
 def test_large_logits_do_not_overflow() -> None:
     hidden, weight, targets, grad = inputs(torch.float32)
     case = (hidden * 1e4, weight, targets, grad)
@@ -86,6 +89,7 @@ def test_large_logits_do_not_overflow() -> None:
         torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.usefixtures("elementwise")
 def test_bf16_sums_in_fp32_and_rounds_gradients_once() -> None:
     case = inputs(torch.bfloat16)
     values, grad_hidden, grad_weight = chunked(*case, chunk=7)
@@ -105,6 +109,7 @@ def test_bf16_does_not_depend_on_the_chunk_size() -> None:
         assert float((value.double() - wanted.double()).norm() / wanted.double().norm()) < 0.01
 
 
+@pytest.mark.usefixtures("elementwise")
 @pytest.mark.parametrize("chunk", [1, None])
 def test_no_rows_give_zero_gradients(chunk: int | None) -> None:
     hidden, weight, targets, grad = inputs(torch.float32)
@@ -120,6 +125,7 @@ def test_the_hidden_states_and_the_weight_are_left_as_they_were() -> None:
     assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
 
 
+@pytest.mark.usefixtures("elementwise")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_one_chunk_of_logits_lives_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     multiply, made = logprobs.times_transposed, []

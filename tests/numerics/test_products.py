@@ -5,7 +5,7 @@ import torch
 
 from relax.backend import products
 from relax.backend.device import on_device
-from relax.backend.products import LARGE, GradientAccumulation, products_of, times_transposed
+from relax.backend.products import LARGE, GradientAccumulation, add_to_wide, products_of, times_transposed
 
 CPU = torch.device("cpu")
 THIS_CPU = products.cpu_multiplies_bf16
@@ -54,6 +54,15 @@ def test_a_weight_gradient_is_added_to_the_fp32_buffer_unrounded(dtype: torch.dt
     buffer = torch.ones(3, 4)
     GradientAccumulation.wgrad_gemm_accum_fp32(x, grad, buffer)
     torch.testing.assert_close(buffer, 1 + grad.float().t() @ x.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("elementwise")
+@pytest.mark.parametrize("strided", [False, True])
+def test_bf16_is_added_to_fp32_unrounded(strided: bool) -> None:
+    (part,) = matrices((3, 5000)) if strided else matrices((5000, 3))
+    part, total = part.t() if strided else part, torch.full((5001, 3), 1 / 3)
+    add_to_wide(total[1:], part)
+    assert torch.equal(total, torch.cat((torch.full((1, 3), 1 / 3), 1 / 3 + part.float())))
 
 
 @pytest.mark.parametrize("rows", [3, 300])  # on both sides of where oneDNN takes over
