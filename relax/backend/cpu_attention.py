@@ -1,12 +1,13 @@
-"""Attention over blocks on a CPU: forward by torch's flash kernel, backward by batched products.
+"""Attention over blocks on a CPU by batched products (Dao et al. 2022, Algorithms 1 and 4, with whole rows of scores).
 
-The kernel computes a causal call whole up to 512 keys, so half of its work is for nothing. Here a block's queries go a few at a
-time, each time with the keys that the last of them sees, under a mask that only hides keys from the queries before it. Backward
-(Dao et al. 2022, Algorithm 4) does likewise, because the kernel's own backward is several times slower in bf16, and adds what
-keys get from several calls into one buffer: autograd would make a pack-sized gradient for every slice.
+A block's queries go a few at a time, each time with the keys that the last of them sees; the heads that share keys are rows of
+one product. What keys get from several calls in backward is added into one buffer: autograd would make a pack-sized gradient
+for every slice. torch's own kernel computes a causal call whole up to 512 keys, takes a call for each block, and is several
+times slower in backward.
 
 Invariants: equal to softmax attention over each block's keys, values and gradients; what is kept for backward is in the
-inputs' dtype but for one number per row and head; sums over calls are fp32 (fp64 for fp64 input).
+inputs' dtype but for one number per row and head. Scores, softmax and what calls add up are fp32 (fp64 for fp64 input); in
+bf16 probabilities, and what a call contributes, are rounded once, which leaves half the error of torch's kernel.
 """
 
 import functools
@@ -18,12 +19,10 @@ import torch
 
 from relax.backend.kernels import kernel
 from relax.backend.layout import Block, PackedLayout
-from relax.backend.products import products_of, scratch, widened
+from relax.backend.products import cpu_multiplies_bf16, products_of, scratch
 
 QUERIES = 128  # of a call: fewer leave less work for nothing, more make larger products
-BACKWARD_SCORES = 1 << 25  # of a call of backward, over heads: it bounds memory where keys are many
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+SCORES = 1 << 25  # of a call, over heads: it bounds memory where keys are many
 
 
 def attend_on_cpu(
@@ -39,17 +38,17 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: tuple[Block, ...], scale: float
     ) -> torch.Tensor:
-        q, k, v = (_by_head(widened(x)) for x in (query, key, value))
+        groups, (wide, narrow) = key.size(1), _dtypes(query.dtype)
+        q, k, v = _by_group(query, groups, wide), _by_group(key, groups, wide), _by_group(value, groups, narrow)
         result = torch.empty(query.shape, dtype=query.dtype)
-        logsumexp = torch.empty(q.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        logsumexp = torch.empty(query.shape[:2], dtype=wide)
         for block in blocks:
             keys, values = block.take_keys(k), block.take_keys(v)
-            hidden = _corner(3 * QUERIES // 2, max(512, 1 << (block.num_keys - 1).bit_length()), q.dtype)
-            for rows, seen in _calls(block, QUERIES):
-                mask = hidden[rows.start - rows.stop :, hidden.size(1) - seen :]
-                _by_head(result)[:, :, rows], logsumexp[:, :, rows] = _forward(
-                    q[:, :, rows], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
-                )
+            for rows, own, seen in _calls(block, query.size(1), groups):
+                (scores,), (p,) = _memory(1, q[:, own], seen, narrow)
+                _multiply_exactly(q[:, own], keys[:, :seen], narrow, out=scores)
+                _to_probabilities(scores, p, logsumexp, rows, scale)
+                _from_groups(torch.bmm(p, values[:, :seen]), result[rows])
         ctx.save_for_backward(query, key, value, result, logsumexp)
         ctx.blocks, ctx.scale = blocks, scale
         return result
@@ -57,87 +56,128 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, result, logsumexp = ctx.saved_tensors
-        groups, wide = key.size(1), logsumexp.dtype
-        k, v = (x.transpose(0, 1).to(wide, memory_format=torch.contiguous_format) for x in (key, value))
-        q, g, delta = _by_group(query, grad, result, groups, wide)
+        groups, (wide, narrow) = key.size(1), _dtypes(query.dtype)
+        q, k, v, g = (_by_group(x, groups, wide) for x in (query, key, value, grad))
+        q_, k_, g_ = (x if wide == narrow else x.to(narrow) for x in (q, k, g))
+        delta = _row_products(grad, result, wide)
         grad_q, grad_k, grad_v = torch.empty(query.shape, dtype=query.dtype), torch.zeros_like(k), torch.zeros_like(v)
-        heads = query.size(1) // groups
-        with products_of(query.dtype):
-            for block in ctx.blocks:
-                keys, values = block.take_keys(k), block.take_keys(v)
-                few = BACKWARD_SCORES // (query.size(1) * block.num_keys)
-                for rows, seen in _calls(block, max(1, min(QUERIES, few))):
-                    own = slice(rows.start * heads, rows.stop * heads)
-                    q_own, g_own, k_seen, v_seen = q[:, own], g[:, own], keys[:, :seen], values[:, :seen]
-                    shape = (2, groups, q_own.size(1), seen)
-                    p, ds = scratch("attention", math.prod(shape), wide).view(shape)
-                    torch.bmm(q_own, k_seen.transpose(1, 2), out=p)
-                    torch.bmm(g_own, v_seen.transpose(1, 2), out=ds)
-                    _scores_to_gradients(p, ds, logsumexp[0], delta, rows, ctx.scale)
-                    block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g_own))
-                    block.add_to_keys(grad_k, torch.bmm(ds.transpose(1, 2), q_own))
-                    _from_groups(torch.bmm(ds, k_seen), ctx.scale, grad_q[rows])
-        return grad_q, grad_k.mul_(ctx.scale).transpose(0, 1).to(key.dtype), grad_v.transpose(0, 1).to(value.dtype), None, None
+        for block in ctx.blocks:
+            keys, keys_, values = (block.take_keys(x) for x in (k, k_, v))
+            for rows, own, seen in _calls(block, query.size(1), groups):
+                (scores, along), (p, ds) = _memory(2, q[:, own], seen, narrow)
+                _multiply_exactly(q[:, own], keys[:, :seen], narrow, out=scores)
+                _multiply_exactly(g[:, own], values[:, :seen], narrow, out=along)
+                _to_gradients(scores, along, p, ds, logsumexp, delta, rows, ctx.scale)
+                block.add_to_keys(grad_v, torch.bmm(p.transpose(1, 2), g_[:, own]))
+                block.add_to_keys(grad_k, torch.bmm(ds.transpose(1, 2), q_[:, own]))
+                _from_groups(torch.bmm(ds, keys_[:, :seen]), grad_q[rows])
+        return grad_q, grad_k.transpose(0, 1).to(key.dtype), grad_v.transpose(0, 1).to(value.dtype), None, None
 
 
-def _by_group(
-    query: torch.Tensor, grad: torch.Tensor, result: torch.Tensor, groups: int, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """query, grad and result [rows, heads, width] -> query and grad in `wide` [groups, rows * heads of a group, width], and the
-    sums of grad * result [groups, rows * heads of a group]."""
-    rows, heads, width = query.shape
-    if run := kernel("attention_rows", query):
-        q, g = torch.empty(2, groups, rows * heads // groups, width)
-        delta = torch.empty(q.shape[:2])
-        run(query.contiguous(), grad.contiguous(), result, q, g, delta, rows, groups, heads // groups, width)
-        return q, g, delta
-    q, g, out = (x.to(wide).unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2) for x in (query, grad, result))
-    return q, g, (g * out).sum(-1)
+def _dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """What scores, sums and gradients of keys have, and what products of probabilities take, for inputs of `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return wide, dtype if cpu_multiplies_bf16() else wide
 
 
-def _scores_to_gradients(
-    p: torch.Tensor, ds: torch.Tensor, logsumexp: torch.Tensor, delta: torch.Tensor, rows: slice, scale: float
-) -> None:
-    """p, which holds the scores q k, and ds, which holds g v, both [groups, rows * heads of a group, keys], become in place
-    exp(scale q k - logsumexp) and p (g v - delta), and exactly 0 at keys later than the row; the last row sees every key.
-
-    logsumexp [heads, all rows]; delta [groups, all rows * heads of a group].
-    """
-    groups, keys, new = p.size(0), p.size(2), rows.stop - rows.start
-    heads = logsumexp.size(0) // groups
-    if run := kernel("attention_scores", p):
-        return run(p, ds, logsumexp, delta, rows.start, new, logsumexp.size(1), groups, heads, keys, scale)
-    lse = logsumexp[:, rows].unflatten(0, (groups, heads)).transpose(1, 2).reshape(groups, -1, 1)
-    torch.add(-lse, p, alpha=scale, out=p).exp_()
-    for head in range(heads):  # even where exp overflowed
-        p[:, head::heads, keys - new :].tril_()
-    ds.sub_(delta[:, rows.start * heads : rows.stop * heads, None]).mul_(p)
+def _multiply_exactly(rows: torch.Tensor, keys: torch.Tensor, narrow: torch.dtype, *, out: torch.Tensor) -> None:
+    """rows times the transpose of keys, for each group; both hold values of `narrow` in a wider dtype, which out has."""
+    with products_of(narrow):
+        torch.bmm(rows, keys.transpose(1, 2), out=out)
 
 
-def _from_groups(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """scale * grad [groups, rows * heads of a group, width] into out [rows, heads, width]."""
-    rows, heads, width = out.shape
-    if run := kernel("attention_grad", out):
-        return run(grad, out, rows, grad.size(0), heads // grad.size(0), width, scale)
-    out.unflatten(1, (grad.size(0), -1)).copy_(grad.mul_(scale).unflatten(1, (rows, -1)).transpose(0, 1))
-
-
-def _calls(block: Block, queries: int) -> Iterator[tuple[slice, int]]:
-    """A block in calls of about `queries`: the query rows, and how many of the block's keys the last of them sees."""
-    size = block.q1 - block.q0
-    count = max(1, round(size / queries))
+def _calls(block: Block, heads: int, groups: int) -> Iterator[tuple[slice, slice, int]]:
+    """Query rows, where they are among a group's rows * heads, and how many of the block's keys the last of them sees."""
+    size, few = block.q1 - block.q0, SCORES // (heads * block.num_keys)
+    count = max(1, round(size / max(1, min(QUERIES, few))))
     for i in range(count):
         q0, q1 = (block.q0 + size * j // count for j in (i, i + 1))
-        yield slice(q0, q1), block.num_keys - (block.q1 - q1)
+        yield slice(q0, q1), slice(q0 * heads // groups, q1 * heads // groups), block.num_keys - (block.q1 - q1)
 
 
-@functools.cache  # of powers of two, so that all together are twice the largest
-def _corner(queries: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores of the last queries on all keys, [queries, keys]: -inf where a key is later."""
-    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-    return torch.zeros(queries, keys, dtype=dtype).masked_fill(later, -torch.inf)
+def _memory(number: int, q: torch.Tensor, keys: int, narrow: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Space for `number` matrices of q's rows by keys in each group, in q's dtype and in `narrow`, the same where that is the
+    same; every call uses it again."""
+    shape = (number, *q.shape[:2], keys)
+    wide, own = (scratch("attention", math.prod(shape), dtype).view(shape) for dtype in (q.dtype, narrow))
+    return wide, own
 
 
-def _by_head(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, head_dim] -> a view [1, heads, rows, head_dim]."""
-    return rows.transpose(0, 1)[None]
+def _by_group(x: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, heads, width] -> [groups, rows * heads of a group, width] in `dtype`."""
+    rows, heads, width = x.shape
+    if dtype == torch.float32 and (run := kernel("by_group", x)):
+        out = torch.empty(groups, rows * (heads // groups), width)
+        run(x.contiguous(), out, rows, groups, heads // groups * width)
+        return out
+    return x.to(dtype).unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _from_groups(x: torch.Tensor, out: torch.Tensor) -> None:
+    """[groups, rows * heads of a group, width] into out [rows, heads, width]."""
+    rows, heads, width = out.shape
+    groups = x.size(0)
+    if x.dtype == torch.float32 and (run := kernel("from_groups", out)):
+        return run(x, out, rows, groups, heads // groups * width)
+    out.unflatten(1, (groups, -1)).copy_(x.unflatten(1, (rows, -1)).transpose(0, 1))
+
+
+def _to_probabilities(scores: torch.Tensor, p: torch.Tensor, logsumexp: torch.Tensor, rows: slice, scale: float) -> None:
+    """p = softmax(scale scores), both [groups, rows * heads of a group, keys], 0 at keys later than the row; the last row sees
+    every key. The logarithm of each softmax's sum goes to logsumexp [all rows, heads]. The scores are used up."""
+    groups, _, keys = p.shape
+    new, heads = rows.stop - rows.start, logsumexp.size(1) // groups
+    if scores.dtype == torch.float32 and (run := kernel("attention_probabilities", p)):
+        return run(scores, p, logsumexp, rows.start, new, groups, heads, keys, scale)
+    _later(scores.mul_(scale), new).masked_fill_(_mask(new), -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    sums = scores.sub_(top).exp_().sum(-1, keepdim=True)
+    torch.div(scores, sums, out=scores)
+    if p.dtype != scores.dtype:
+        p.copy_(scores)
+    _from_groups(sums.log_().add_(top), logsumexp[rows][..., None])
+
+
+def _to_gradients(
+    scores: torch.Tensor,
+    along: torch.Tensor,
+    p: torch.Tensor,
+    ds: torch.Tensor,
+    logsumexp: torch.Tensor,
+    delta: torch.Tensor,
+    rows: slice,
+    scale: float,
+) -> None:
+    """From scores q k and along = g v: p = softmax(scale scores) and ds = scale p (along - delta), the gradient of q k, all
+    [groups, rows * heads of a group, keys], and exactly 0 at keys later than the row. logsumexp, delta [all rows, heads]."""
+    groups, _, keys = p.shape
+    new, heads = rows.stop - rows.start, logsumexp.size(1) // groups
+    if scores.dtype == torch.float32 and (run := kernel("attention_gradients", p)):
+        return run(scores, along, p, ds, logsumexp, delta, rows.start, new, groups, heads, keys, scale)
+    sums, delta = (_by_group(x[rows][..., None], groups, x.dtype) for x in (logsumexp, delta))
+    torch.add(-sums, scores, alpha=scale, out=scores).exp_()
+    _later(scores, new).masked_fill_(_mask(new), 0)  # even where exp overflowed
+    along.sub_(delta).mul_(scores).mul_(scale)
+    if p.dtype != scores.dtype:
+        p.copy_(scores)
+        ds.copy_(along)
+
+
+def _row_products(grad: torch.Tensor, result: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """The sums over the last dimension of grad * result, both [rows, heads, width]."""
+    if run := kernel("row_products", grad):
+        sums = torch.empty(grad.shape[:2])
+        run(grad.contiguous(), result, sums, sums.numel(), grad.size(2))
+        return sums
+    return (grad.to(wide) * result).sum(-1)
+
+
+def _later(p: torch.Tensor, new: int) -> torch.Tensor:
+    """Of p [groups, rows * heads, keys] the last `new` keys, which are the rows' own: a view [groups, rows, heads, new]."""
+    return p.unflatten(1, (new, -1))[..., p.size(2) - new :]
+
+
+@functools.cache
+def _mask(new: int) -> torch.Tensor:
+    """Which of `new` keys are later than each of their rows, [rows, 1, new]."""
+    return torch.ones(new, new, dtype=torch.bool).triu(1)[:, None]

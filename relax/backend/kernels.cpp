@@ -57,24 +57,6 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 #define ROWS _Pragma("omp parallel for num_threads(threads) schedule(static)")
 #define VECTOR _Pragma("omp simd")
 
-// Scores q k and their gradients g v, both [groups, rows * heads, keys], become p = exp(scale q k - logsumexp) and
-// ds = p (g v - delta) in place, and 0 at a key that is later than the row. logsumexp [groups * heads, all], delta
-// [groups, all * heads], from row `first` on; the last row sees all keys.
-extern "C" void attention_scores_fp32(float* p, float* ds, const float* logsumexp, const float* delta, int64_t first, int64_t rows, int64_t all,
-                      int64_t groups, int64_t heads, int64_t keys, float scale, int threads) {
-  ROWS for (int64_t at = 0; at < groups * rows * heads; at++) {
-    const int64_t h = at % heads, i = at / heads % rows, group = at / heads / rows, seen = keys - rows + i + 1;
-    float *to_p = p + at * keys, *to_ds = ds + at * keys;
-    const float lse = logsumexp[(group * heads + h) * all + first + i], d = delta[(group * all + first + i) * heads + h];
-    VECTOR for (int64_t j = 0; j < seen; j++) {
-      to_p[j] = exponential(scale * to_p[j] - lse);
-      to_ds[j] = to_p[j] * (to_ds[j] - d);
-    }
-    memset(to_p + seen, 0, (keys - seen) * sizeof(float));
-    memset(to_ds + seen, 0, (keys - seen) * sizeof(float));
-  }
-}
-
 #define T float
 #define KERNEL(name) extern "C" void name##_fp32
 #include "kernels.cpp"
@@ -159,34 +141,77 @@ KERNEL(rotate)(const T* x, const T* cosine, const T* sine, T* y, int64_t rows, i
   }
 }
 
-// query, grad and result [rows, groups * heads, width] -> the first two fp32 [groups, rows * heads, width], and delta, the
-// sums of grad * result [groups, rows * heads].
-KERNEL(attention_rows)(const T* query, const T* grad, const T* result, float* q, float* g, float* delta, int64_t rows,
-                    int64_t groups, int64_t heads, int64_t width, int threads) {
-  ROWS for (int64_t i = 0; i < rows; i++)
-    for (int64_t group = 0; group < groups; group++)
-      for (int64_t h = 0; h < heads; h++) {
-        const int64_t from = ((i * groups + group) * heads + h) * width, at = (group * rows + i) * heads + h, to = at * width;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < width; j++) {
-          q[to + j] = load(query[from + j]);
-          g[to + j] = load(grad[from + j]);
-          sum += load(grad[from + j]) * load(result[from + j]);
-        }
-        delta[at] = sum;
-      }
-}
-
-// scale * grad, fp32 [groups, rows * heads, width] -> [rows, groups * heads, width].
-KERNEL(attention_grad)(const float* grad, T* out, int64_t rows, int64_t groups, int64_t heads, int64_t width, float scale,
-                    int threads) {
+// x [rows, groups, width] -> fp32 [groups, rows, width].
+KERNEL(by_group)(const T* x, float* out, int64_t rows, int64_t groups, int64_t width, int threads) {
   ROWS for (int64_t i = 0; i < rows; i++)
     for (int64_t group = 0; group < groups; group++) {
-      const float* from = grad + (group * rows + i) * heads * width;
-      T* to = out + (i * groups + group) * heads * width;
-      VECTOR for (int64_t j = 0; j < heads * width; j++) store(to[j], scale * from[j]);
+      const T* from = x + (i * groups + group) * width;
+      float* to = out + (group * rows + i) * width;
+      VECTOR for (int64_t j = 0; j < width; j++) to[j] = load(from[j]);
     }
+}
+
+// x, fp32 [groups, rows, width] -> [rows, groups, width].
+KERNEL(from_groups)(const float* x, T* out, int64_t rows, int64_t groups, int64_t width, int threads) {
+  ROWS for (int64_t i = 0; i < rows; i++)
+    for (int64_t group = 0; group < groups; group++) {
+      const float* from = x + (group * rows + i) * width;
+      T* to = out + (i * groups + group) * width;
+      VECTOR for (int64_t j = 0; j < width; j++) store(to[j], from[j]);
+    }
+}
+
+// The sums of grad * result over each row of `width`.
+KERNEL(row_products)(const T* grad, const T* result, float* sums, int64_t rows, int64_t width, int threads) {
+  ROWS for (int64_t i = 0; i < rows; i++) {
+    const T *g = grad + i * width, *r = result + i * width;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < width; j++) sum += load(g[j]) * load(r[j]);
+    sums[i] = sum;
+  }
+}
+
+// p = softmax(scale scores), both [groups, rows * heads, keys], 0 at a key that is later than the row; the last row sees all
+// keys. The logarithm of each sum goes to logsumexp [.., groups * heads], from row `first` on. The scores are used up.
+KERNEL(attention_probabilities)(float* scores, T* p, float* logsumexp, int64_t first, int64_t rows, int64_t groups,
+                                int64_t heads, int64_t keys, float scale, int threads) {
+  ROWS for (int64_t at = 0; at < groups * rows * heads; at++) {
+    const int64_t h = at % heads, i = at / heads % rows, group = at / heads / rows, seen = keys - rows + i + 1;
+    float *row = scores + at * keys, top = -INFINITY, sum = 0;
+    T* out = p + at * keys;
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < seen; j++) top = row[j] > top ? row[j] : top;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < seen; j++) {
+      row[j] = exponential(scale * (row[j] - top));
+      sum += row[j];
+    }
+    const float share = 1.0f / sum;
+    VECTOR for (int64_t j = 0; j < seen; j++) store(out[j], row[j] * share);
+    memset(out + seen, 0, (keys - seen) * sizeof(T));
+    logsumexp[(first + i) * groups * heads + group * heads + h] = scale * top + logf(sum);
+  }
+}
+
+// p = exp(scale scores - logsumexp) and ds = scale p (along - delta), all [groups, rows * heads, keys], and 0 at a later key;
+// logsumexp and delta [.., groups * heads], from row `first` on.
+KERNEL(attention_gradients)(const float* scores, const float* along, T* p, T* ds, const float* logsumexp, const float* delta,
+                            int64_t first, int64_t rows, int64_t groups, int64_t heads, int64_t keys, float scale, int threads) {
+  ROWS for (int64_t at = 0; at < groups * rows * heads; at++) {
+    const int64_t h = at % heads, i = at / heads % rows, group = at / heads / rows, seen = keys - rows + i + 1;
+    const int64_t head = (first + i) * groups * heads + group * heads + h;
+    const float *s = scores + at * keys, *a = along + at * keys;
+    T *to_p = p + at * keys, *to_ds = ds + at * keys;
+    const float lse = logsumexp[head], d = delta[head];
+    VECTOR for (int64_t j = 0; j < seen; j++) {
+      const float share = exponential(scale * s[j] - lse);
+      store(to_ds[j], scale * share * (a[j] - d));
+      store(to_p[j], share);
+    }
+    memset(to_p + seen, 0, (keys - seen) * sizeof(T));
+    memset(to_ds + seen, 0, (keys - seen) * sizeof(T));
+  }
 }
 
 // Of each row of logits the largest, and the sum of exp(logit - largest).

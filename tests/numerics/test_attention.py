@@ -100,7 +100,7 @@ def test_backward_takes_few_queries_at_a_time_where_keys_are_many(monkeypatch: p
     inputs = draw(layout, torch.Generator().manual_seed(0), torch.float64)
     grads = []
     for scores in (1 << 22, most := 4 * HEADS * max(block.num_keys for block in layout.blocks)):
-        monkeypatch.setattr(cpu_attention, "BACKWARD_SCORES", scores)
+        monkeypatch.setattr(cpu_attention, "SCORES", scores)
         space.clear()
         grads.append(torch.autograd.grad(BACKENDS["sdpa"](*inputs, layout, 0.3).square().sum(), inputs))
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
