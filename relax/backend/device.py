@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from relax.backend.products import GradientAccumulation, multiply_on_cpu, widened
+from relax.backend.products import GradientAccumulation, embed_on_cpu, multiply_on_cpu, widened
 from relax.errors import UserError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -190,6 +190,7 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
     # Attributes, not the mode above: no mode reaches into a Python backward.
     for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch, "mm"), (torch.nn.functional, "linear")):
         attributes.append((owner, name, multiply_on_cpu(getattr(owner, name))))
+    attributes.append((torch.nn.functional, "embedding", embed_on_cpu(torch.nn.functional.embedding)))
     return [(owner, name, value) for owner, name, value in attributes if hasattr(owner, name)]
 
 

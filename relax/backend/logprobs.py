@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from relax.backend.kernels import kernel
-from relax.backend.products import add_to_wide, times_transposed, widened
+from relax.backend.products import add_to_wide, times_transposed, widened, without_values
 
 CHUNK_BYTES = 128 << 20  # one chunk of logits: large enough for full matmul speed, small beside the model
+PRODUCT_ROWS = 8192  # of the weight's gradient that are a product before they are added, where it is rounded
 PART_BYTES = 2 << 20  # what of it is widened at a time on a CPU
 
 
@@ -30,17 +31,18 @@ def target_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
     grad_into: torch.Tensor | None = None,
+    ready: bool = False,
 ) -> torch.Tensor:
     """log p(targets) [num_rows], fp32 or fp64, natural logarithm.
 
     hidden [num_rows, hidden_size]; weight [vocab shard, hidden_size], this rank's rows of the (padded) vocabulary;
     targets [num_rows], global token ids; group: the tensor-parallel group; chunk: rows at a time (None: by memory).
     grad_into: a buffer like `weight` in the dtype of the result, to which backward adds the weight's gradient; the weight's
-    own then gets none from here.
+    own then gets none from here, or, where it is `ready` with that, one without values, marked as added for megatron.
     """
     if chunk is None:
         chunk = max(64, CHUNK_BYTES // (widened(weight[:0]).itemsize * weight.size(0)))
-    result: torch.Tensor = _TargetLogprobs.apply(hidden, weight, targets, vocab_size, group, chunk, grad_into)
+    result: torch.Tensor = _TargetLogprobs.apply(hidden, weight, targets, vocab_size, group, chunk, grad_into, ready)
     return result
 
 
@@ -75,6 +77,7 @@ class _TargetLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk: int,
         grad_into: torch.Tensor | None,
+        ready: bool,
     ) -> torch.Tensor:
         shard = _Shard(weight, vocab_size, group)
         wide = _accumulator(hidden.dtype)
@@ -98,6 +101,7 @@ class _TargetLogprobs(torch.autograd.Function):
         ctx.last = z if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, targets, logsumexp)
         ctx.shard, ctx.chunk, ctx.grad_into = shard, chunk, grad_into
+        ctx.ready = weight if ready else None
         return picked - logsumexp
 
     @staticmethod
@@ -120,12 +124,15 @@ class _TargetLogprobs(torch.autograd.Function):
             if z.dtype == wide:
                 real_grad.addmm_(z.t(), hidden[at].to(z.dtype))
             else:
-                product = z.t() @ hidden[at]
-                add_to_wide(real_grad, product)
-                del product
+                for ids in _slices(shard.real, PRODUCT_ROWS):
+                    add_to_wide(real_grad[ids], z[:, ids].t() @ hidden[at])
             del z
         shard.reduce(grad_hidden)
-        return grad_hidden, None if ctx.grad_into is not None else grad_weight.to(weight.dtype), *[None] * 5
+        if ctx.grad_into is None:
+            own = grad_weight.to(weight.dtype)
+        else:
+            own = None if ctx.ready is None else without_values(ctx.ready)
+        return grad_hidden, own, *[None] * 6
 
 
 def _slices(rows: int, size: int) -> list[slice]:

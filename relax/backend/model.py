@@ -193,6 +193,8 @@ class PreferenceModel(GPTModel):
     def setup_embeddings_and_output_layer(self) -> None:
         if self.head == "lm":
             super().setup_embeddings_and_output_layer()
+            for weight in self.parameters():  # megatron's own output layer would put an empty gradient beside the embedding's
+                weight.zero_out_wgrad = False
             return
         self.share_embeddings_and_output_weights = False
         if self.post_process:
@@ -224,16 +226,16 @@ class PreferenceModel(GPTModel):
     def _target_logprobs(self, rows: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        # Beside its embedding the weight's gradient goes straight to megatron's fp32 buffer; the embedding's own gradient then
-        # tells megatron that the parameter is ready.
-        buffer = getattr(weight, "main_grad", None) if tied and self.pre_process else None
+        # The weight's gradient goes straight to megatron's fp32 buffer. Beside its embedding, that one's gradient tells
+        # megatron that the parameter is ready.
         return target_logprobs(
             rows,
             weight,
             layout.targets,
             vocab_size=self.real_vocab_size,
             group=self.pg_collection.tp,
-            grad_into=buffer,
+            grad_into=getattr(weight, "main_grad", None),
+            ready=not (tied and self.pre_process),
         )
 
     def _rewards(self, rows: torch.Tensor) -> torch.Tensor:

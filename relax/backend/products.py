@@ -4,7 +4,7 @@ Large fp32 products with a transposed weight, a linear layer's forward, go to on
 nine tenths of its rate there, and as much in the other two. Without AMX or AVX512-BF16 instructions torch's bf16 kernels run
 several times slower than fp32 ones; there the operands are widened, multiplied in fp32 and rounded once, which is what a bf16
 kernel with fp32 accumulation computes. With them, `products_of` makes fp32 products of bf16 values as fast. A weight's gradient
-goes straight into its fp32 buffer. `device.py` puts these in the place of what megatron-core calls.
+goes straight into its fp32 buffer, an embedding's too. `device.py` puts these in the place of what megatron-core calls.
 
 Invariants: a product of bf16 matrices is the fp32 product rounded once; memory that is used again is never kept by autograd.
 """
@@ -119,6 +119,40 @@ class GradientAccumulation:
             main_grad.addmm_(grad.t(), x)
         else:
             add_to_wide(main_grad, grad.t() @ x)
+
+
+def embed_on_cpu(embedding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch's embedding, whose weight's gradient goes straight into megatron's buffer where there is one: summed in fp32, and
+    not as a matrix of the whole vocabulary."""
+
+    @functools.wraps(embedding)
+    def embed(ids: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args or kwargs or not hasattr(weight, "main_grad"):
+            return embedding(ids, weight, *args, **kwargs)
+        result: torch.Tensor = _Embedding.apply(ids, weight)
+        return result
+
+    return embed
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return torch.embedding(weight, ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (ids,), total = ctx.saved_tensors, ctx.weight.main_grad
+        total.index_add_(0, ids.flatten(), grad.flatten(0, -2).to(total.dtype))
+        return None, without_values(ctx.weight)
+
+
+def without_values(weight: torch.Tensor) -> torch.Tensor:
+    """A gradient for megatron to see that there is one; its values are in the weight's `main_grad`."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
 
 
 def add_to_wide(total: torch.Tensor, part: torch.Tensor) -> None:

@@ -109,6 +109,19 @@ def test_bf16_does_not_depend_on_the_chunk_size() -> None:
         assert float((value.double() - wanted.double()).norm() / wanted.double().norm()) < 0.01
 
 
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weights_gradient_is_added_to_a_buffer(dtype: torch.dtype, ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "PRODUCT_ROWS", 10)  # several products for one buffer
+    hidden, weight, targets, grad = inputs(dtype)
+    expected = chunked(hidden, weight, targets, grad, chunk=7)[2]
+    weight, buffer = torch.nn.Parameter(weight), torch.ones(PADDED, HIDDEN)
+    values = target_logprobs(hidden, weight, targets, vocab_size=VOCABULARY, chunk=7, grad_into=buffer, ready=ready)
+    values.backward(grad.to(values.dtype))
+    assert float((buffer - 1 - expected).norm() / expected.float().norm()) < (1e-6 if dtype == torch.float32 else 0.01)
+    assert (weight.grad is not None) == getattr(weight, "grad_added_to_main_grad", False) == ready
+
+
 @pytest.mark.usefixtures("elementwise")
 @pytest.mark.parametrize("chunk", [1, None])
 def test_no_rows_give_zero_gradients(chunk: int | None) -> None:

@@ -5,7 +5,14 @@ import torch
 
 from relax.backend import products
 from relax.backend.device import on_device
-from relax.backend.products import LARGE, GradientAccumulation, add_to_wide, products_of, times_transposed
+from relax.backend.products import (
+    LARGE,
+    GradientAccumulation,
+    add_to_wide,
+    embed_on_cpu,
+    products_of,
+    times_transposed,
+)
 
 CPU = torch.device("cpu")
 THIS_CPU = products.cpu_multiplies_bf16
@@ -63,6 +70,22 @@ def test_bf16_is_added_to_fp32_unrounded(strided: bool) -> None:
     part, total = part.t() if strided else part, torch.full((5001, 3), 1 / 3)
     add_to_wide(total[1:], part)
     assert torch.equal(total, torch.cat((torch.full((1, 3), 1 / 3), 1 / 3 + part.float())))
+
+
+def test_an_embeddings_gradient_is_summed_in_its_fp32_buffer() -> None:
+    (values, grad), ids = matrices((4, 8), (600, 8)), torch.arange(600)[None] % 3  # in bf16 a sum of 200 would lose digits
+    weight = torch.nn.Parameter(values)
+    embed = embed_on_cpu(torch.nn.functional.embedding)
+    assert torch.equal(embed(ids, weight), values[ids])  # without a buffer torch's own
+    weight.main_grad = torch.ones(4, 8)
+    out = embed(ids, weight)
+    assert torch.equal(out, values[ids])
+    out[0, 0] = 0  # as megatron does with ids of other ranks
+    grad[0] = 0
+    out.backward(grad[None])
+    expected = torch.ones(4, 8).index_add(0, ids[0], grad.float())
+    torch.testing.assert_close(weight.main_grad, expected, rtol=1e-6, atol=1e-6)
+    assert weight.grad is not None and weight.grad_added_to_main_grad  # what megatron asks
 
 
 @pytest.mark.parametrize("rows", [3, 300])  # on both sides of where oneDNN takes over
