@@ -52,7 +52,9 @@ RECIPE_ARGS=(
 ((NUM_GPUS)) || RECIPE_ARGS+=(--no-bf16)
 
 # The tracker is written when a checkpoint is whole, the curves after the last evaluation.
-trained=$(cat "$SAVE_DIR/$EXP_NAME/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+tracker=$SAVE_DIR/$EXP_NAME/latest_checkpointed_iteration.txt trained=0
+[[ ! -f $tracker ]] || trained=$(head -c 64 "$tracker" | tr -d '\0')
+is_whole 0 "$trained" || fail "$tracker must hold a step, not ${trained@Q}: remove the file to go on from the newest checkpoint"
 if ((trained >= NUM_ROLLOUT)) && [[ -e log/$EXP_NAME/curves.png ]]; then
     python -m relax.report "log/$EXP_NAME.jsonl"
     echo "Done already: $SAVE_DIR/$EXP_NAME has all $NUM_ROLLOUT steps. Raise NUM_ROLLOUT to go on, or set EXP_NAME for a new run."

@@ -16,7 +16,8 @@ set -euo pipefail
     exit 2
 }
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+job=0000$SLURM_JOB_ID # the port is 2 and the last four digits of the job: no arithmetic, which runs what a text holds
+export MASTER_ADDR=${hosts[0]} MASTER_PORT=${MASTER_PORT:-2${job: -4}}
 export NNODES=$SLURM_JOB_NUM_NODES NUM_GPUS=${NUM_GPUS:-${SLURM_GPUS_ON_NODE:-0}}
 
 # srun takes this shell's place, so that Slurm's signals reach the run scripts, and all of a node's CPUs for its one task.

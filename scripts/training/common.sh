@@ -16,6 +16,21 @@ fail() {
     exit 2
 }
 
+# is_whole LEAST TEXT: whether it is a whole number from LEAST to 999999999. Every number from outside comes through here before
+# arithmetic, which runs the commands in a text such as x[$(command)0].
+is_whole() {
+    [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ && $2 -ge $1 ]]
+}
+
+# whole_numbers LEAST NAME...: fail unless each of these variables holds one.
+whole_numbers() {
+    local least=$1 name value
+    for name in "${@:2}"; do
+        value=${!name-}
+        is_whole "$least" "$value" || fail "$name=${value@Q} must be a whole number, at least $least"
+    done
+}
+
 # The environment in use if torch is in it, else the project's .venv.
 use_environment() {
     local root
@@ -59,9 +74,10 @@ find_pairs() {
 # set_launcher: LAUNCHER starts the trainer (under torchrun where there are several processes), RUN_ARGS are the flags that
 # the variables stand for.
 set_launcher() {
-    local nodes=${NNODES:-1} processes
-    [[ $NUM_GPUS =~ ^[0-9]+$ ]] || fail "NUM_GPUS=$NUM_GPUS must be a whole number; 0 means CPU"
-    [[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$nodes must be a whole number, at least 1"
+    local processes
+    NNODES=${NNODES:-1} MASTER_PORT=${MASTER_PORT:-29500}
+    whole_numbers 0 NUM_GPUS ${NODE_RANK:+NODE_RANK}
+    whole_numbers 1 NNODES MASTER_PORT NUM_ROLLOUT GLOBAL_BATCH_SIZE MAX_TOKENS_PER_GPU SAVE_INTERVAL EVAL_INTERVAL
     RUN_ARGS=(
         --hf-checkpoint "$HF_CHECKPOINT"
         --load "$SAVE_DIR/$EXP_NAME"
@@ -79,19 +95,19 @@ set_launcher() {
     processes=$((NUM_GPUS ? NUM_GPUS : 1))
     LAUNCHER=(python)
     if [[ ${LAUNCH_ON:-} == ray ]]; then
-        LAUNCHER+=(-m relax.launch_ray --num-workers "$((nodes * processes))")
+        LAUNCHER+=(-m relax.launch_ray --num-workers "$((NNODES * processes))")
         ((NUM_GPUS == 0)) || LAUNCHER+=(--use-gpu)
         return
     fi
-    ((nodes * processes > 1)) || return 0
+    ((NNODES * processes > 1)) || return 0
     # A worker has two minutes to finish its step and save when a signal comes.
-    LAUNCHER+=(-m relax.launch --nnodes "$nodes" --nproc-per-node "$processes"
+    LAUNCHER+=(-m relax.launch --nnodes "$NNODES" --nproc-per-node "$processes"
         --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout 120)
-    if ((nodes == 1)); then
+    if ((NNODES == 1)); then
         LAUNCHER+=(--standalone)
     else
-        [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nodes needs NODE_RANK and MASTER_ADDR on every node"
-        LAUNCHER+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+        [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] || fail "NNODES=$NNODES needs NODE_RANK and MASTER_ADDR on every node"
+        LAUNCHER+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
     fi
 }
 

@@ -117,6 +117,28 @@ def test_more_steps_go_on_from_a_finished_run(project: Project):
     assert "--num-rollout 48" in train
 
 
+@pytest.mark.parametrize("held", ["x[$(touch ran)0]", "trained[$(touch ran)]", "", "release", "08", "12\n13"])
+def test_a_tracker_is_never_run(project: Project, held: str):
+    project.quickstart()
+    project.calls()
+    tracker = project.directory / "quickstart/checkpoints/quickstart/latest_checkpointed_iteration.txt"
+    tracker.write_text(held)
+    done = project.quickstart()
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"{tracker.relative_to(project.directory)} must hold a step, not " in done.stderr
+    assert project.calls() == [] and not list(project.directory.parent.rglob("ran"))
+
+
+@pytest.mark.parametrize("variable", ["NUM_ROLLOUT", "NUM_GPUS", "NNODES", "GLOBAL_BATCH_SIZE"])
+def test_a_number_from_the_environment_is_never_run(project: Project, variable: str):
+    project.quickstart()
+    project.calls()
+    done = project.quickstart(**{variable: "x[$(touch ran)0]"})
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"{variable}=" in done.stderr
+    assert project.calls() == [] and not list(project.directory.parent.rglob("ran"))
+
+
 def test_own_model_and_pairs_are_used_instead(project: Project):
     own = project.directory / "own"
     own.mkdir()

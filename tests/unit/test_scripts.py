@@ -253,8 +253,8 @@ def test_signals_reach_the_trainer_once(stage: Stage, sent: str, received: str, 
         ({"PROMPT_DATA": ""}, "no pairs at data/ultrafeedback/ultrafeedback_train.jsonl: set PROMPT_DATA"),
         ({"PROMPT_DATA": "nothing"}, "prepare_ultrafeedback_preferences.py --output-dir data/ultrafeedback"),
         ({"EVAL_PROMPT_DATA": "nothing"}, "no pairs at nothing"),
-        ({"NUM_GPUS": "two"}, "NUM_GPUS=two must be a whole number"),
-        ({"NNODES": "0"}, "NNODES=0 must be a whole number"),
+        ({"NUM_GPUS": "two"}, "NUM_GPUS='two' must be a whole number, at least 0"),
+        ({"NNODES": "0"}, "NNODES='0' must be a whole number, at least 1"),
         ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2 needs NODE_RANK and MASTER_ADDR"),
     ],
 )
@@ -262,6 +262,56 @@ def test_what_is_missing_is_said(stage: Stage, variables: dict[str, str], messag
     done = stage.run(RUN_SCRIPTS["dpo"], **{**stage.inputs, **variables})
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (stage.directory / "arguments").exists()
+
+
+NUMBERS = [
+    "NUM_GPUS", "NNODES", "NODE_RANK", "MASTER_PORT", "NUM_ROLLOUT", "GLOBAL_BATCH_SIZE", "MAX_TOKENS_PER_GPU", "SAVE_INTERVAL",
+    "EVAL_INTERVAL",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["x[$(touch ran)0]", "1+x[`touch ran`]", "08", "-1", "1 2", "1\n2", "99999999999999999999"])
+@pytest.mark.parametrize("variable", NUMBERS)
+def test_a_number_is_never_run(stage: Stage, variable: str, value: str):
+    """Bash's arithmetic would evaluate the variable's text."""
+    nodes = {"NUM_GPUS": "1", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "first"}
+    for script in RUN_SCRIPTS.values():
+        done = stage.run(script, **{**stage.inputs, **nodes, variable: value})
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"{variable}=" in done.stderr and "must be a whole number, at least " in done.stderr
+    assert not (stage.directory / "ran").exists() and not (stage.directory / "arguments").exists()
+
+
+SLURM = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "0"}
+SRUN = """#!/usr/bin/env bash
+while [[ $1 != bash ]]; do shift; done
+export SLURM_NODEID=${NODE:-0}
+exec "$@"
+"""
+
+
+def slurm(stage: Stage, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A run script under the Slurm entry point, its tasks started by a stand-in for srun."""
+    for name, text in (("scontrol", "#!/bin/sh\necho node\n"), ("srun", SRUN)):
+        program = stage.directory / "bin" / name
+        program.write_text(text)
+        program.chmod(0o755)
+    return stage.run(ROOT / "scripts/entrypoint/slurm.sh", str(RUN_SCRIPTS["dpo"]), **{**stage.inputs, **SLURM, **variables})
+
+
+@pytest.mark.parametrize(("job", "port"), [("12345", "22345"), ("7", "20007"), ("120000", "20000")])
+def test_slurm_jobs_have_ports_of_their_own(stage: Stage, job: str, port: str):
+    done = slurm(stage, SLURM_JOB_ID=job, SLURM_JOB_NUM_NODES="2")
+    assert done.returncode == 0, done.stderr
+    assert stage.started()[stage.started().index("--master-port") + 1] == port
+
+
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", "NODE"])
+def test_slurms_numbers_are_never_run(stage: Stage, variable: str):
+    done = slurm(stage, **{variable: "x[$(touch ran)0]"})
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "must be a whole number" in done.stderr
+    assert not (stage.directory / "ran").exists() and not (stage.directory / "arguments").exists()
 
 
 @pytest.mark.parametrize("place", ["hub", "by name", "itself"])
