@@ -1,13 +1,13 @@
 """From a data set to the batches of a run: which pairs a step takes, how they are packed, their reference rows."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from relax.backend.engine import Batch, Engine
-from relax.data import PairDataset, batch_at_step
+from relax.data import PairDataset, PairOrder
 from relax.errors import UserError
 from relax.metrics import Work
 from relax.packing import StepPlan, laid_out_tokens, plan_step
@@ -61,10 +61,14 @@ class Batches:
     seed: int
     shuffle: bool
     table: ReferenceTable | None = None
+    order: PairOrder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = PairOrder(len(self.dataset), batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle)
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.dataset) // self.batch_size)
+        return self.order.steps_per_epoch
 
     @property
     def all_steps(self) -> range:
@@ -73,9 +77,7 @@ class Batches:
 
     def indices(self, step: int) -> tuple[int, np.ndarray]:
         """(epoch, pair indices) of a step, counted from 1."""
-        return batch_at_step(
-            step, num_pairs=len(self.dataset), batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle
-        )
+        return self.order.at_step(step)
 
     def consumed(self, step: int) -> int:
         """Pairs trained on after a step, over all epochs."""

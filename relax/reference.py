@@ -42,6 +42,11 @@ class ReferenceTable:
             if (self._rows["check"][i] == _check(self.hashes[i], self._rows["scores"][i])).all():
                 self.values[i] = self._rows["scores"][i]
 
+    @property
+    def absent(self) -> np.ndarray:
+        """The pairs that have no row yet, bool [num_pairs]."""
+        return np.isnan(self.values[:, 0])
+
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Those of the pair indices that have no row yet."""
         return indices[np.isnan(self.values[indices, 0])]

@@ -53,23 +53,21 @@ def fill_table(engine: Engine, batches: Batches, *, steps: range, after_each: Ca
     """
     table = batches.table
     assert table is not None
-    needed = np.zeros(len(batches.dataset), dtype=bool)
-    for step in steps:
-        needed[batches.indices(step)[1]] = True
-        if needed.all():
-            break
+    lacking = batches.order.taken_by(steps) & table.absent
+    if not lacking.any():
+        return 0
     scored = 0
-    for indices in batches.epoch():
-        if len(table.missing(indices[needed[indices]])):
-            scores = engine.score(batches.batch(indices, with_reference=False))
-            if not np.isfinite(scores).all():
-                raise UserError(
-                    f"the reference gives pair {indices[~np.isfinite(scores).all(axis=1)][0]} a log-probability that is not "
-                    "a finite number: the weights in --ref-load (default: --hf-checkpoint) are damaged or overflow"
-                )
-            table.put(indices, scores)
-            scored += len(indices)
-            after_each()
+    for step in batches.order.first_steps_with(lacking):
+        _, indices = batches.indices(int(step))
+        scores = engine.score(batches.batch(indices, with_reference=False))
+        if not np.isfinite(scores).all():
+            raise UserError(
+                f"the reference gives pair {indices[~np.isfinite(scores).all(axis=1)][0]} a log-probability that is not "
+                "a finite number: the weights in --ref-load (default: --hf-checkpoint) are damaged or overflow"
+            )
+        table.put(indices, scores)
+        scored += len(indices)
+        after_each()
     return scored
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax.data import DataOptions, batch_at_step
+from relax.data import DataOptions, PairOrder
 from relax.data.render import PairEncoder
 from relax.data.tokenizer import load_tokenizer
 from relax.errors import UserError
@@ -126,7 +126,7 @@ def test_pairs_keep_their_own_lengths_whatever_their_neighbours(tmp_path: Path, 
 
 
 def test_a_set_smaller_than_the_batch_is_one_whole_batch():
-    epoch, indices = batch_at_step(1, num_pairs=3, batch_size=8, seed=0, shuffle=False)
+    epoch, indices = PairOrder(3, batch_size=8, seed=0, shuffle=False).at_step(1)
     assert (epoch, indices.tolist()) == (0, [0, 1, 2])
 
 
@@ -136,8 +136,9 @@ def test_other_data_has_another_fingerprint_and_the_order_needs_only_the_step(tm
     swapped = load(write_jsonl(tmp_path / "b.jsonl", [rows[1], rows[0], *rows[2:]]), chatml)
     again = load(write_jsonl(tmp_path / "c.jsonl", rows), chatml)
     assert data.fingerprint == again.fingerprint != swapped.fingerprint
-    straight = [batch_at_step(step, num_pairs=7, batch_size=2, seed=5, shuffle=True)[1].tolist() for step in range(1, 9)]
-    resumed = [batch_at_step(step, num_pairs=7, batch_size=2, seed=5, shuffle=True)[1].tolist() for step in range(4, 9)]
+    first, second = (PairOrder(7, batch_size=2, seed=5, shuffle=True) for _ in range(2))
+    straight = [first.at_step(step)[1].tolist() for step in range(1, 9)]
+    resumed = [second.at_step(step)[1].tolist() for step in range(4, 9)]
     assert resumed == straight[3:]
     assert sorted(sum(straight[:4], [])) == list(range(7))
 
