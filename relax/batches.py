@@ -1,8 +1,9 @@
 """From a data set to the batches of a run: which pairs a step takes, how they are packed, their reference rows."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from relax.errors import UserError
 from relax.metrics import Work
 from relax.packing import StepPlan, laid_out_tokens, plan_step
 from relax.reference import ReferenceTable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,35 @@ class Batches:
             tokens = int(laid_out_tokens(lengths[pairs], shared[pairs]).sum()) if pairs else 0
             padding += -tokens % self.packing.row_multiple if tokens else self.packing.row_multiple
         return Work.of(lengths, shared, scores_tokens=scores_tokens, padding=padding)
+
+
+class ReadAhead(Generic[T]):
+    """Reads what a step needs while the step before it computes: one thread, one step ahead.
+
+    What `read(step)` raises, `take(step)` raises, no sooner. Steps that nobody takes change nothing.
+    """
+
+    def __init__(self, read: Callable[[int], T], *, steps: range) -> None:
+        """Begin to read the first of `steps`."""
+        self._read, self._steps = read, steps
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read ahead")
+        self._next: dict[int, Future[T]] = {}
+        self._begin(steps.start)
+
+    def _begin(self, step: int) -> None:
+        self._next = {step: self._thread.submit(self._read, step)} if step in self._steps else {}
+
+    def take(self, step: int) -> T:
+        """What `read(step)` gave; begins to read the step after it."""
+        if step not in self._next:
+            self._begin(step)
+        found = self._next[step].result()
+        self._begin(step + 1)
+        return found
+
+    def close(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def evaluate(engine: Engine, batches: Batches, *, prefix: str) -> dict[str, float]:

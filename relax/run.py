@@ -25,14 +25,13 @@ class Run(RunSetup):
 
     def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step; its metrics."""
-        assert self.train_set is not None
+        assert self.train_set is not None and self.ahead is not None
         if self.store:
             self.store.finish_pending(blocking=False)
         if self.profiler:
             self.profiler.before(step)
         start = time.perf_counter()
-        _, indices = self.train_set.indices(step)
-        batch = self.train_set.batch(indices)
+        indices, batch = self.ahead.take(step)
         waited = time.perf_counter() - start
         result = self.engine.train_step(batch)
         seconds = time.perf_counter() - start
@@ -144,6 +143,8 @@ class Run(RunSetup):
             print(summary(log))
 
     def _close(self) -> None:
+        if self.ahead:
+            self.ahead.close()
         if self.profiler:
             self.profiler.close()
         if self.store:

@@ -8,20 +8,22 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from relax.backend import indexed
 from relax.backend.checkpoint import CheckpointStore, find_checkpoint
 from relax.backend.device import is_main_rank, peak_tflops, select_device
-from relax.backend.engine import Engine
+from relax.backend.engine import Batch, Engine
 from relax.backend.export import check_output
 from relax.backend.model import model_shape, read_hf_config
 from relax.backend.parallel import agree, initialize, main_rank_first
-from relax.batches import Batches
+from relax.batches import Batches, ReadAhead
 from relax.data import load_pairs
 from relax.errors import UserError
 from relax.loss_flags import build_loss
@@ -59,6 +61,7 @@ class RunSetup:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.tracker: Tracker | None = None
+        self.ahead: ReadAhead[tuple[np.ndarray, Batch]] | None = None
         self.loss = build_loss(args)
         self.device = select_device(args.device)
         self.hf_config = read_hf_config(args.hf_checkpoint)
@@ -114,6 +117,15 @@ class RunSetup:
         if args.profile:
             trace = args.log_dir / args.exp_name / f"trace-rank{dist.get_rank()}.json"
             self.profiler = StepProfiler(trace, first=args.profile_step_start, last=args.profile_step_end)
+        if self.trains:
+            self.ahead = ReadAhead(self._read_step, steps=range(self.start_step + 1, self.total_steps + 1))
+
+    def _read_step(self, step: int) -> tuple[np.ndarray, Batch]:
+        """The pairs of a step, packed and laid out, and their indices."""
+        assert self.train_set is not None
+        _, indices = self.train_set.indices(step)
+        batch = self.train_set.batch(indices)
+        return indices, replace(batch, layouts=self.engine.lay_out(batch))
 
     def _read(self, paths: list[str], *, title: str) -> Batches:
         args = self.args

@@ -29,6 +29,8 @@ from relax.backend.parallel import ParallelConfig
 from relax.losses import Loss, PairScores
 from relax.packing import StepPlan
 
+Layouts = tuple[tuple[tuple[int, ...], PackedLayout], ...]  # (positions of its pairs in the step, layout) of each micro-batch
+
 
 class PairList(Protocol):
     """Pairs by position, read when asked for, so that a rank reads only its own."""
@@ -42,13 +44,14 @@ class Batch:
     """The pairs of one global step and where they go.
 
     pairs: indexable by position in the step; references [num_pairs, 2]: reference log-probs of chosen and rejected, where
-    the loss needs them; margins [num_pairs].
+    the loss needs them; margins [num_pairs]; layouts: what `Engine.lay_out` gave for them, where they were read ahead.
     """
 
     pairs: PairList
     plan: StepPlan
     references: np.ndarray | None = None
     margins: np.ndarray | None = None
+    layouts: Layouts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +196,8 @@ class Engine:
     @runs_on_device
     def _run(self, batch: Batch, function: PairFunction, *, width: int, train: bool) -> np.ndarray:
         """megatron's schedule over this rank's micro-batches; the per-pair values of all ranks, [num_pairs, width] fp64."""
-        plan = batch.plan.ranks[parallel_state.get_data_parallel_rank()]
-        work = [(micro.pairs, self._layout(batch, micro)) for micro in plan]
+        layouts = self.lay_out(batch) if batch.layouts is None else batch.layouts
+        work = [(positions, layout.to(self.device)) for positions, layout in layouts]
         model = self.wrapped or self.chunks
         speaks = parallel_state.get_context_parallel_rank() == 0
 
@@ -223,12 +226,17 @@ class Engine:
             )
         return self._gather(results if speaks else [], num_pairs=len(batch.pairs), width=width)
 
+    def lay_out(self, batch: Batch) -> Layouts:
+        """This rank's micro-batches, read and laid out in main memory; a thread may do it while a step computes."""
+        plan = batch.plan.ranks[parallel_state.get_data_parallel_rank()]
+        return tuple((micro.pairs, self._layout(batch, micro)) for micro in plan)
+
     def _layout(self, batch: Batch, micro: Any) -> PackedLayout:
         return build_layout(
             [batch.pairs[i] for i in micro.pairs],
             micro.shared,
             head=self.loss.head,
-            device=self.device,
+            device=torch.device("cpu"),
             multiple=self.parallel.tensor if self.parallel.sequence else 1,
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=parallel_state.get_context_parallel_world_size(),

@@ -13,7 +13,7 @@ Invariants: every completion token is a target exactly once over the context-par
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -96,6 +96,13 @@ class PackedLayout(PackedSeqParams):
     masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     call: VarlenCall | None = None
     rotation: tuple[torch.Tensor, ...] = ()  # the model's: cosine and sine of each row's angles, [rows, 1, 1, head_dim / 2]
+
+    def to(self, device: torch.device) -> Self:
+        """This layout with its tensors on `device`; itself where they are there."""
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
+        return self
 
     @property
     def num_pairs(self) -> int:
@@ -230,7 +237,7 @@ def _shard(pack: _Pack, *, real: int, device: torch.device, rank: int, size: int
         score_rows=joined([r[k] for r, k in zip(score_rows, kept, strict=True)]),
         targets=joined([t[k] for t, k in zip(pack.targets, kept, strict=True)]),
         target_counts=tensor(np.array([k.sum() for k in kept])),
-        real=tensor(rows < real).bool(),
+        real=torch.from_numpy(rows < real).to(device),
         gathered_order=tensor(np.argsort(gathered)) if size > 1 else None,
     )
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from relax.backend.engine import Engine
-from relax.batches import Batches, Packing, evaluate
+from relax.backend.engine import Batch, Engine
+from relax.batches import Batches, Packing, ReadAhead, evaluate
 from relax.metrics import pair_means
 from relax.reference import ReferenceTable
 from relax.reference_pass import fill_table, open_table
@@ -89,6 +89,23 @@ def test_the_first_epoch_equals_its_reference_bit_for_bit(directory: Path, dtype
         assert (column(engine, result.values, "logps_chosen") == column(engine, result.values, "ref_logps_chosen")).all()
         assert (column(engine, result.values, "reward_margin") == 0).all()
         assert result.grad_norm > 0
+
+
+def test_a_step_laid_out_ahead_in_a_thread_has_the_same_bits(directory: Path) -> None:
+    results = []
+    for ahead in (False, True):
+        engine = make_engine(directory, "dpo")
+        made = filled(engine)
+
+        def read(step: int, made: Batches = made, engine: Any = engine) -> Batch:
+            batch = made.batch(made.indices(step)[1])
+            return replace(batch, layouts=engine.lay_out(batch))
+
+        reader = ReadAhead(read, steps=range(1, 6))
+        steps = [engine.train_step(reader.take(s) if ahead else made.batch(made.indices(s)[1])) for s in range(1, 6)]
+        reader.close()
+        results.append([(step.values.tolist(), step.grad_norm) for step in steps])
+    assert results[0] == results[1]
 
 
 def test_a_later_run_finds_the_table_and_another_identity_does_not(directory: Path, tmp_path: Path) -> None:

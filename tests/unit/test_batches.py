@@ -1,17 +1,24 @@
 """From a data set to steps: selection, plans, the reference pass and evaluation, with a model of plain arithmetic."""
 
+import threading
+import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
-from relax.batches import Batches, Packing, evaluate
+from relax.backend.engine import StepResult
+from relax.batches import Batches, Packing, ReadAhead, evaluate
 from relax.losses import LOSSES
-from relax.metrics import Work
+from relax.metrics import ModelShape, Work
 from relax.packing import laid_out_tokens, plan_step
 from relax.reference import ReferenceTable
 from relax.reference_pass import fill_table
+from relax.run import Run
 from tests.models import TokenPair
 
 PAIRS, BATCH = 10, 4
@@ -202,6 +209,84 @@ def test_a_lost_row_has_its_whole_step_computed_again() -> None:
     made.table.values[lost[1]] = np.nan
     assert fill_table(engine, made, steps=range(1, 4), after_each=nothing) == BATCH
     assert engine.scored[3:] == [lost.tolist()]
+
+
+# Reading ahead
+
+
+def readers() -> int:
+    return sum(thread.name.startswith("read ahead") for thread in threading.enumerate())
+
+
+def test_the_next_step_is_read_while_this_one_computes() -> None:
+    began = {step: threading.Event() for step in range(1, 5)}
+
+    def read(step: int) -> int:
+        began[step].set()
+        return 10 * step
+
+    ahead = ReadAhead(read, steps=range(1, 4))
+    assert began[1].wait(5), "before anyone asks for it"
+    for step in (1, 2, 3):
+        assert ahead.take(step) == 10 * step
+        assert step == 3 or began[step + 1].wait(5)
+    assert readers() == 1
+    ahead.close()
+    ahead.close()
+    assert readers() == 0 and not began[4].is_set()
+
+
+def test_steps_may_be_taken_twice_or_skipped() -> None:
+    ahead = ReadAhead(lambda step: step, steps=range(3, 9))
+    assert [ahead.take(step) for step in (3, 3, 5, 4, 8)] == [3, 3, 5, 4, 8]
+    ahead.close()
+
+
+def test_what_a_read_raises_is_raised_at_its_step() -> None:
+    def read(step: int) -> int:
+        if step == 2:
+            raise KeyError("pair 7")
+        return step
+
+    ahead = ReadAhead(read, steps=range(1, 4))
+    assert ahead.take(1) == 1
+    for _ in range(2):
+        with pytest.raises(KeyError, match="pair 7"):
+            ahead.take(2)
+    ahead.close()
+    assert readers() == 0
+
+
+@pytest.mark.parametrize("computes_longer", [True, False])
+def test_the_wait_for_the_batch_is_what_is_reported(computes_longer: bool) -> None:
+    """A step that computes for longer than the next takes to read leaves nothing to wait for."""
+    made, read_steps = batches(table=False), threading.Semaphore(0)
+
+    def read(step: int) -> tuple[np.ndarray, Any]:
+        time.sleep(0.3)
+        indices = made.indices(step)[1]
+        batch = made.batch(indices)
+        read_steps.release()
+        return indices, batch
+
+    def train_step(batch: Any) -> StepResult:
+        if computes_longer:
+            assert read_steps.acquire(timeout=10) and read_steps.acquire(timeout=10)  # this step, and the next
+            read_steps.release()
+        return StepResult(np.ones((len(batch.pairs), 1)), grad_norm=1.0, lr=0.1)
+
+    run: Any = object.__new__(Run)
+    run.ahead, run.train_set = ReadAhead(read, steps=range(1, 5)), made
+    run.engine = SimpleNamespace(train_step=train_step)
+    run.loss = SimpleNamespace(head="lm", metric_names=("loss",))
+    run.args, run.store, run.profiler = SimpleNamespace(loss_type="dpo"), None, None
+    run.shape, run.peak_tflops, run.device = ModelShape(1, 1, 1, 1, 1), 1.0, torch.device("cpu")
+    with mock.patch("torch.distributed.get_world_size", return_value=1):
+        run.train_step(1)
+        metrics = run.train_step(2)
+    run.ahead.close()
+    assert metrics["perf/data_wait_s"] < 0.15 if computes_longer else metrics["perf/data_wait_s"] > 0.15
+    assert metrics["perf/step_time_s"] >= metrics["perf/data_wait_s"]
 
 
 # Evaluation
