@@ -191,7 +191,7 @@ def _add_data(group: Group) -> None:
         "variables for the chat template, as in '{\"enable_thinking\": false}'",
     )
     group.switch("--no-shuffle", "keep the file's order in every epoch")
-    group.switch("--strict-data", "stop at the first bad row instead of dropping and counting it")
+    group.switch("--strict-data", "stop at the first bad row, and at pairs in both training and evaluation")
     group.directory(
         "--data-cache-dir", "tokenized data and reference tables, reused by later runs", default=Path(".cache/relax")
     )

@@ -9,6 +9,7 @@ from relax.backend import indexed
 from relax.backend.model import Head, HFConfig, model_shape, read_hf_config
 from relax.batches import Batches
 from relax.data import load_pairs
+from relax.data.held_out import check_held_out
 from relax.loss_flags import build_loss
 from relax.memory import Recompute, stage_bytes, stage_parameters
 from relax.metrics import ModelShape, Work
@@ -44,6 +45,8 @@ def describe(args: argparse.Namespace) -> None:
             indexed=indexed,
         )
         check_vocabulary(dataset, args, config)
+        if "train" in sets:
+            check_held_out(dataset, sets["train"].dataset, strict=args.strict_data)
         print(dataset.report.table())
         sets[title] = Batches(dataset, packs, args.global_batch_size, args.seed, args.shuffle and title == "train")
     if train := sets.get("train"):

@@ -25,6 +25,7 @@ from relax.backend.model import model_shape, read_hf_config
 from relax.backend.parallel import agree, initialize, main_rank_first
 from relax.batches import Batches, ReadAhead
 from relax.data import load_pairs
+from relax.data.held_out import check_held_out
 from relax.errors import UserError
 from relax.loss_flags import build_loss
 from relax.profiling import StepProfiler
@@ -141,6 +142,8 @@ class RunSetup:
             )
         )
         check_vocabulary(dataset, args, self.hf_config)
+        if title != "train" and self.train_set:
+            check_held_out(dataset, self.train_set.dataset, strict=args.strict_data)
         self.say(dataset.report.table())
         return Batches(
             dataset=dataset,

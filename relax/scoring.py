@@ -23,8 +23,8 @@ from relax.backend.model import Head, read_hf_config
 from relax.backend.parallel import agree, initialize, main_rank_first, shutdown
 from relax.batches import Batches
 from relax.data import DataReport, PairDataset, load_pairs
+from relax.data.directories import expand_paths
 from relax.data.pipeline import read_files
-from relax.data.sources import expand_paths
 from relax.errors import UserError
 from relax.loss_flags import build_loss, settle_loss
 from relax.losses import Loss, RewardModel

@@ -14,11 +14,11 @@ import transformers
 from relax.data.dataset import FORMAT_VERSION
 from relax.data.options import DataOptions
 from relax.data.prefix import check_digest, read_sidecar
-from relax.data.sources import data_files
+from relax.data.sources import data_files, data_kind
 from relax.errors import UserError
 
 # Raise when the same rows give other ids or another report than before.
-PIPELINE_VERSION = 3
+PIPELINE_VERSION = 4
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
     "additional_chat_templates/*", "*.model", "config.json",
@@ -35,7 +35,7 @@ def cache_key(files: Sequence[Path], *, tokenizer_dir: Path, options: DataOption
             sha256 = file_sha256(file)
             if sidecar:
                 check_digest(file, prefix=path, sidecar=sidecar, sha256=sha256)
-            digest.update(f"data {file.suffix} {str(file).removeprefix(str(path))} {sha256}\n".encode())
+            digest.update(f"data {data_kind(file) or file.suffix} {str(file).removeprefix(str(path))} {sha256}\n".encode())
     named = {path for pattern in TOKENIZER_FILES for path in tokenizer_dir.glob(pattern) if path.is_file()}
     for file in sorted(named):
         digest.update(f"tokenizer {file.relative_to(tokenizer_dir)} {file_sha256(file)}\n".encode())

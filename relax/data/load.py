@@ -10,10 +10,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from relax.data.dataset import EntryWriter, PairDataset, cache_failure, is_complete
+from relax.data.directories import expand_paths, left_out
 from relax.data.fingerprint import cache_key
 from relax.data.options import DataOptions
 from relax.data.pipeline import scan_files, tokenize_files
-from relax.data.sources import expand_paths
 from relax.data.tokenized import IndexedFormat
 from relax.data.tokenizer import load_tokenizer
 
@@ -64,4 +64,6 @@ def load_pairs(
                 writer.publish(report.to_meta())
         except OSError as error:
             raise cache_failure(entry.parent, error) from error
-    return PairDataset.open(entry, paths=[str(file) for file in files], title=title)
+    dataset = PairDataset.open(entry, paths=[str(file) for file in files], title=title)
+    dataset.report = dataset.report.with_notes(*left_out(paths))
+    return dataset

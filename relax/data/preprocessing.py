@@ -11,13 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from relax.data.directories import expand_paths, left_out
 from relax.data.formats import FORMAT_PARTS
 from relax.data.options import INSTRUCTION, DataOptions
 from relax.data.pipeline import scan_files, tokenize_files
 from relax.data.prefix import is_prefix
 from relax.data.provenance import AUTO, describe_template, describe_tokenizer
 from relax.data.report import DataReport, OneByOne
-from relax.data.sources import expand_paths
 from relax.data.templates import load_template
 from relax.data.tokenized import IndexedFormat
 from relax.data.tokenized_writer import TokenizedWriter
@@ -72,6 +72,7 @@ def preprocess(settings: Settings, *, indexed: IndexedFormat, progress: Callable
                 indexed=None,
                 progress=progress,
             )
+            report = report.with_notes(*left_out(settings.input))
             writer.publish(_sidecar(settings, tokenizer=tokenizer, options=options, report=report))
     except OSError as error:
         raise UserError(f"output_prefix {prefix}: cannot be written: {error.strerror or error}") from error

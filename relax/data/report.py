@@ -73,7 +73,10 @@ class Rejections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """The report of one data set. `marks` counts kept pairs by what was done to them; lengths are in tokens."""
+    """The report of one data set. `marks` counts kept pairs by what was done to them; lengths are in tokens.
+
+    `notes`: what a user should know of the set as a whole, a line each.
+    """
 
     title: str
     files: tuple[FileSummary, ...]
@@ -82,6 +85,7 @@ class DataReport:
     marks: dict[str, int]
     unused_columns: dict[str, int]
     tokens: dict[str, dict[str, float]]
+    notes: tuple[str, ...] = ()
 
     @property
     def rows_read(self) -> int:
@@ -100,6 +104,10 @@ class DataReport:
         """`file:row number` of a row."""
         return f"{self.files[row[0]].path}:{row[1]}"
 
+    def with_notes(self, *notes: str) -> Self:
+        """The report with more notes, behind those that it has."""
+        return dataclasses.replace(self, notes=(*self.notes, *notes))
+
     def to_meta(self) -> dict[str, Any]:
         """What a cache entry keeps: everything but the title and the paths, which a later reader may know otherwise."""
         meta = dataclasses.asdict(dataclasses.replace(self, rejected={}))
@@ -117,12 +125,13 @@ class DataReport:
             code: Rejections(rows=RowNumbers(value["rows"]), details=value["details"])
             for code, value in meta["rejected"].items()
         }
-        return cls(title=title, **{**meta, "files": tuple(files), "rejected": rejected})
+        return cls(title=title, **{**meta, "files": tuple(files), "rejected": rejected, "notes": tuple(meta["notes"])})
 
     def table(self) -> str:
         """The report for the console."""
         lines = [f"{self.title}: {self.rows_kept:,} of {counted(self.rows_read, 'row')} kept"]
         lines += [f"  {file.path}: {file.format}, {counted(file.rows, 'row')}" for file in self.files]
+        lines += [f"  {note}" for note in self.notes]
         for code, rejections in self.rejected.items():
             lines.append(f"  rejected {code}: {len(rejections.rows):,} ({REASONS[code]})")
             for row, detail in zip(rejections.rows, rejections.details, strict=False):
@@ -145,6 +154,7 @@ class DataReport:
         return {
             "title": self.title,
             "files": [{"path": file.path, "format": file.format, "rows": file.rows} for file in self.files],
+            "notes": list(self.notes),
             "rows_read": self.rows_read,
             "rows_kept": self.rows_kept,
             "rows_rejected": self.rows_rejected,

@@ -1,30 +1,35 @@
 """Files -> chunks of raw rows, in order, in bounded memory.
 
-JSONL, JSON (an array, or lines), CSV, Parquet, Arrow, a directory of them, and a `datasets` directory saved to disk.
+JSONL, JSON (an array, or lines), CSV, each also compressed, Parquet, Arrow, and a `datasets` directory saved to disk.
 JSON lines stay bytes and tables stay record batches, so that workers do the parsing. A reader for another kind of file
 is one function and one line in `READERS`.
 
-Invariants: a file's chunks hold its rows once and in order, whatever the chunk size; a broken line is a `UserError`
-that names file and line; row numbers are line numbers where the file has lines, else row numbers, from 1.
+Invariants: a file's chunks hold its rows once and in order, whatever the chunk size; a broken line, and one too long for
+memory, is a `UserError` that names file and line; row numbers are line numbers where the file has lines, else row
+numbers, from 1.
 """
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from relax.data.compressed import COMPRESSIONS, open_bytes
 from relax.data.json_stream import ArrayReader
-from relax.data.prefix import SIDECAR_SUFFIX, is_prefix, prefix_files
+from relax.data.prefix import is_prefix, prefix_files
 from relax.errors import UserError
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 4 << 20
+MAX_LINE = 256 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +47,17 @@ class Chunk:
         return [json.loads(row) if isinstance(row, bytes) else row for row in self.payload]
 
 
-def expand_paths(paths: Sequence[str]) -> list[Path]:
-    """The data files and tokenized prefixes behind `--prompt-data`, directories expanded in name order. Raises `UserError`."""
-    files = [file for path in paths for file in _expand(Path(path))]
-    if not files:
-        raise UserError("No data file was given.")
-    return files
-
-
-def _expand(path: Path) -> list[Path]:
-    if is_prefix(path):
-        if path.exists():
-            raise UserError(f"{path}: the name of {'a directory' if path.is_dir() else 'a file'} and of a tokenized prefix.")
-        prefix_files(path)  # says what is missing
-        return [path]
-    if not path.exists():
-        raise UserError(f"{path}: no such file or directory (data path).")
-    if is_saved_dataset(path):
-        return [path]
-    if not path.is_dir():
-        if path.suffix not in READERS:
-            raise UserError(f"{path}: unknown kind of data file {path.suffix!r}; known: {', '.join(READERS)}.")
-        return [path]
-    entries = (entry for entry in path.iterdir() if not entry.name.endswith(SIDECAR_SUFFIX))
-    found = sorted(entry for entry in entries if entry.suffix in READERS and entry.is_file())
-    if not found:
-        raise UserError(f"{path}: the directory holds no data file ({', '.join(READERS)}) and no saved dataset.")
-    return found
-
-
 def is_saved_dataset(path: Path) -> bool:
     """A directory written by `datasets` `save_to_disk`."""
-    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+    return (path / "dataset_dict.json").exists() or all((path / name).exists() for name in ("state.json", "dataset_info.json"))
+
+
+def data_kind(path: Path) -> str:
+    """The suffix that says how a file is read, without its compression's (`.jsonl` of `a.jsonl.gz`); "" for no data file."""
+    if path.suffix in COMPRESSIONS:
+        inner = Path(path.stem).suffix
+        return inner if inner in COMPRESSED_KINDS else ""
+    return path.suffix if path.suffix in READERS else ""
 
 
 def data_files(path: Path) -> list[Path]:
@@ -85,7 +69,7 @@ def data_files(path: Path) -> list[Path]:
 
 def read_chunks(path: Path, *, file: int) -> Iterator[Chunk]:
     """The file's rows in chunks. Raises `UserError` for what cannot be read."""
-    reader = _saved_dataset if path.is_dir() else READERS[path.suffix]
+    reader = _saved_dataset if path.is_dir() else READERS[data_kind(path)]
     try:
         yield from _pack(reader(path), file=file)
     except UnicodeDecodeError as error:
@@ -117,14 +101,16 @@ def _pack(items: Iterator[Item], *, file: int) -> Iterator[Chunk]:
 
 
 def _json_lines(path: Path) -> Iterator[Item]:
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+    with open_bytes(path) as stream:
+        for number, line in enumerate(iter(partial(stream.readline, MAX_LINE), b""), start=1):
+            if len(line) == MAX_LINE:
+                raise UserError(f"{path}:{number}: the line is longer than {MAX_LINE:,} bytes, which no row is.")
             if line.strip():
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
 
 
 def _json(path: Path) -> Iterator[Item]:
-    with path.open("rb") as stream:
+    with open_bytes(path) as stream:
         is_array = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     if not is_array:
         lines = _json_lines(path)
@@ -138,7 +124,7 @@ def _json(path: Path) -> Iterator[Item]:
             break
         yield from lines
         return
-    with path.open(encoding="utf-8-sig") as text:
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as text:
         yield from ArrayReader(text, name=str(path))
 
 
@@ -155,7 +141,7 @@ def _goes_on_behind(line: bytes) -> bool:
 
 def _csv(path: Path) -> Iterator[Item]:
     csv.field_size_limit(sys.maxsize)
-    with path.open(encoding="utf-8-sig", newline="") as stream:
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream, strict=True)
         try:
             for row in reader:
@@ -234,3 +220,5 @@ READERS: dict[str, Callable[[Path], Iterator[Item]]] = {
     ".parquet": _parquet,
     ".arrow": _arrow,
 }
+COMPRESSED_KINDS = (".jsonl", ".json", ".csv")
+KINDS = f"{', '.join(READERS)}, and {', '.join(COMPRESSED_KINDS)} with {', '.join(COMPRESSIONS)} behind it"

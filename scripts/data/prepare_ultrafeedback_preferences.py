@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from relax.command import Parser, number, run_command
 from relax.data.rows import Row, RowRejected
-from relax.data.sources import READERS, is_saved_dataset, read_chunks
+from relax.data.sources import KINDS, data_kind, is_saved_dataset, read_chunks
 from relax.errors import UserError
 
 DATASET = "HuggingFaceH4/ultrafeedback_binarized"
@@ -136,9 +136,9 @@ def local_files(sources: Iterable[Path], *, split: str) -> list[Path]:
             found.append(source / split)
         else:
             files = sorted(source.rglob("*")) if source.is_dir() else [source]
-            found += [file for file in files if file.is_file() and file.suffix in READERS and split in file.name]
+            found += [file for file in files if file.is_file() and data_kind(file) and split in file.name]
     if not found:
-        raise UserError(f"--source: no file of the split {split}: its name must be in the file's ({', '.join(READERS)})")
+        raise UserError(f"--source: no file of the split {split}: its name must be in the file's ({KINDS})")
     return found
 
 

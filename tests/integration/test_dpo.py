@@ -67,6 +67,12 @@ def test_every_metric_has_its_name(bf16: Done) -> None:
     assert bf16.log[0]["eval/dpo_num_pairs"] == 3 and bf16.log[6]["eval/held/dpo_num_pairs"] == 20
 
 
+def test_evaluation_pairs_that_are_trained_on_are_told(bf16: Done) -> None:
+    assert "20 of 20 evaluation pairs are in the training set, too (first: pair 1)" in bf16.ended.out
+    report = json.loads((bf16.place.directory / "log" / "run" / "data_report.json").read_text())
+    assert len(report["eval held"]["notes"]) == 1 and report["eval"]["notes"] == []
+
+
 def test_policy_and_reference_agree_until_the_first_step(bf16: Done) -> None:
     first = bf16.log[1]
     for side in ("chosen", "rejected"):

@@ -51,6 +51,13 @@ def no_rows(place: Workplace) -> Flags:
     return {"eval_prompt_data": ["held", "empty.jsonl"]}
 
 
+def several_splits(place: Workplace) -> Flags:
+    place.path("data").mkdir()
+    for split in ("train", "test"):
+        data(place, f"data/{split}.jsonl", lines(place))
+    return {"prompt_data": "data"}
+
+
 def not_text(place: Workplace) -> Flags:
     place.path("pairs.jsonl").write_bytes(b'{"chosen": "caf\xe9"}\n')
     return {"prompt_data": "pairs.jsonl"}
@@ -135,6 +142,12 @@ CASES: dict[str, tuple[Callable[[Workplace], Flags] | Flags, str, list[str]]] = 
         "pairs.jsonl:4: duplicate: the same as ",
         ["--strict-data"],
     ),
+    "trained on": (
+        lambda place: {"eval_prompt_data": place.flags["prompt_data"], "strict_data": True},
+        "eval: 20 of 20 evaluation pairs are in the training set, too (first: pair 1). Take them out of one set",
+        ["--strict-data"],
+    ),
+    "splits": (several_splits, "data: the directory holds several splits (test: test.jsonl; train: train.jsonl), ", []),
     "empty eval": (no_rows, "empty.jsonl: the file holds no rows.", []),
     "limits": (
         {"preference_max_length": 64},

@@ -13,7 +13,7 @@ import pytest
 from relax.data import DataOptions, sources
 from relax.data.json_stream import ArrayReader
 from relax.data.scan import scan_file
-from relax.data.sources import expand_paths, read_chunks
+from relax.data.sources import read_chunks
 from relax.errors import UserError
 from tests.unit.data_samples import chat_row, write_jsonl
 
@@ -86,34 +86,6 @@ def test_csv_cells_stay_text_unless_they_hold_messages(tmp_path: Path):
     assert rows_of(tmp_path / "a.csv") == [{"prompt": "46", "chosen": '["a"]', "rejected": "{x", "margin": None}]
 
 
-def test_directories_and_several_paths_expand_in_order(tmp_path: Path):
-    (tmp_path / "many").mkdir()
-    for name in ("b.jsonl", "a.json"):
-        write_jsonl(tmp_path / "many" / name, ROWS)
-    (tmp_path / "many" / "README.md").write_text("not data")
-    write_jsonl(tmp_path / "one.jsonl", ROWS)
-    found = expand_paths([str(tmp_path / "one.jsonl"), str(tmp_path / "many")])
-    assert [path.name for path in found] == ["one.jsonl", "a.json", "b.jsonl"]
-
-
-def test_paths_that_cannot_serve_are_errors(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "notes.txt").write_text("hello")
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "splits")
-    cases = {
-        "missing.jsonl": "missing.jsonl: no such file or directory",
-        "empty": "the directory holds no data file",
-        "notes.txt": r"unknown kind of data file '\.txt'; known: \.jsonl, \.json, \.csv, \.parquet, \.arrow",
-    }
-    for name, message in cases.items():
-        with pytest.raises(UserError, match=message):
-            expand_paths([str(tmp_path / name)])
-    with pytest.raises(UserError, match="No data file was given"):
-        expand_paths([])
-    with pytest.raises(UserError, match="holds several splits; name one: .*splits/train"):
-        rows_of(tmp_path / "splits")
-
-
 LINE = json.dumps(ROWS[0]).encode()
 
 
@@ -149,7 +121,8 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str, content
 
 def test_a_broken_saved_dataset_is_an_error(tmp_path: Path):
     (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "state.json").write_text("{}")
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / "saved" / name).write_text("{}")
     with pytest.raises(UserError, match="saved: the saved dataset cannot be read"):
         rows_of(tmp_path / "saved")
 
