@@ -5,6 +5,7 @@ Invariants:
 - An unknown flag is an error that names the nearest known one; no flag may be shortened.
 - A `UserError` is printed once, on rank 0, without a traceback, and the process exits with code 2 on every rank.
 - A rank whose connection to another one broke says so in one line: the reason is that one's.
+- A signal that comes when the work is done no longer changes the exit code.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from relax.errors import UserError
 
 N = TypeVar("N", int, float)
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # they end a run in order
 LOST = 3  # exit code of a rank whose connection to another one broke; `relax.launch` looks for the rank behind it
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
 
@@ -51,6 +53,14 @@ def run_command(main: Callable[[], object]) -> None:
         os._exit(LOST)  # a broken process group cannot be taken down in order
     except KeyboardInterrupt:  # before the run listens for signals itself: nothing has been trained yet
         sys.exit(128 + signal.SIGINT)
+    finally:
+        ignore_stops()
+
+
+def ignore_stops() -> None:
+    """For a process that only exits from here on: while the interpreter is taken down a handler is none, and a signal kills."""
+    for kind in STOPS:
+        signal.signal(kind, signal.SIG_IGN)
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -4,24 +4,37 @@ torchrun answers any end of a rank but 0 with its own traceback and exit code 1.
 - The exit code is that of the rank which ended the run: 2 for a user's error, 128 + n for a signal.
 - A rank that said itself why it ended (a user's error, an orderly stop, another rank's end) is not spoken for; of any other
   the last line tells its number, its machine and how it ended.
+- Of several signals the ranks get the first, and have all of --shutdown-timeout to save: torchrun by itself would end at the
+  second one, and leave its ranks behind.
 """
 
 import logging
 import signal
 import socket
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main as torchrun
 
-from relax.command import LOST
+from relax.command import LOST, STOPS, ignore_stops
+
+
+class FirstSignal(SignalException):
+    """What torchrun's handler raises in its place: no handler raises another one."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        for kind in STOPS:
+            signal.signal(kind, lambda number, frame: None)
+        super().__init__(*arguments, **options)
 
 
 def main() -> None:
     """Run torchrun; end as the first rank that failed did."""
     logging.disable(logging.ERROR)  # it would tell of each process that it stops because of the first
+    api.SignalException = FirstSignal  # type: ignore[misc]  # torchrun offers no other way
     try:
         torchrun()
     except ChildFailedError as error:
@@ -29,6 +42,8 @@ def main() -> None:
         end(rank, failure.exitcode, host=socket.gethostname())
     except SignalException as stopped:
         sys.exit(128 + int(stopped.sigval))
+    finally:
+        ignore_stops()
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

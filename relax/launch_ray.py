@@ -29,6 +29,7 @@ import torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from relax.command import STOPS, ignore_stops
 from relax.launch import end, precedence
 
 PASSED_ON = ("PYTHON", "OMP_", "HF_", "WANDB_", "NCCL_", "GLOO_", "TORCH_")  # beginnings of variables that ranks get
@@ -114,7 +115,7 @@ def main() -> None:
     ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": environment})
     board = Board.remote()  # type: ignore[attr-defined]  # Ray's decorator adds it
     signals: list[int] = []
-    for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for kind in STOPS:
         signal.signal(kind, lambda number, _: signals.append(number))
     problem: list[Exception] = []
     # In a thread: Ray would take SIGINT for itself, and its waits would hold the other signals back.
@@ -127,6 +128,7 @@ def main() -> None:
         _relay(board)
     ended = _relay(board)
     ray.shutdown()
+    ignore_stops()
     failed = [how for how in ended if how[1]]
     if failed:
         rank, code, host = min(failed, key=lambda how: precedence(how[1]))

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import yaml
 
-from relax.command import Group, Parser, run_command, string_map
+from relax.command import STOPS, Group, Parser, ignore_stops, run_command, string_map
 from relax.errors import UserError
 
 REQUIRED = ("input", "tokenizer_name_or_path", "output_prefix", "handler_name")
@@ -29,11 +30,18 @@ def main() -> None:
     from relax.backend import indexed  # torch and megatron-core load only once the settings are right
     from relax.data.preprocessing import Settings, preprocess
 
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: nothing is left behind
+    for kind in STOPS:
+        signal.signal(kind, _stop)
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     report = preprocess(settings, indexed=indexed, progress=Progress(args.log_interval))
     print(report.table())
     print(f"{args.output_prefix}: {report.rows_kept:,} rows")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Leave nothing behind, whatever comes while that is cleared away."""
+    ignore_stops()
+    sys.exit(128 + number)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

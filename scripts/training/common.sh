@@ -135,7 +135,7 @@ launch() {
         ((status == 127)) || code=$status
         [[ -n $signalled && $status != 127 ]] || break
     done
-    trap - TERM HUP INT USR1
+    trap '' TERM HUP INT USR1 # the status is the trainer's, whatever comes while the log is closed
     exec 3>&-
     wait "$writer" || true
     return "$code"

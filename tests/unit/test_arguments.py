@@ -12,7 +12,6 @@ import pytest
 
 from relax import arguments, loss_flags
 from relax.arguments import build_parser, parse_args
-from relax.command import run_command
 from relax.errors import UserError
 from relax.loss_flags import build_loss
 from relax.losses import DPO, RewardModel
@@ -263,20 +262,6 @@ def test_every_flag_is_documented():
     for action in build_parser()._actions:
         assert action.help, action.option_strings
         assert not action.help.endswith("."), action.option_strings
-
-
-def test_run_command_prints_one_line_on_rank_0_and_exits_2(capsys, monkeypatch):
-    def wrong():
-        raise UserError("--lr: no")
-
-    for rank, expected in (("0", "relax: error: --lr: no\n"), ("1", "")):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as caught:
-            run_command(wrong)
-        assert (caught.value.code, capsys.readouterr().err) == (2, expected)
-    assert run_command(lambda: 3) is None
-    with pytest.raises(ZeroDivisionError):
-        run_command(lambda: 1 // 0)
 
 
 def test_arguments_come_from_the_process_by_default(monkeypatch):
