@@ -22,6 +22,7 @@ PIPELINE_VERSION = 4
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
     "additional_chat_templates/*", "*.model", "config.json",
+    "generation_config.json",
 )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def tokenize_files(
     for result in results:
         done += collector.add(result)
         progress(done, total)
-    report = collector.report(title)
+    report = collector.report(title).with_notes(*tokenize.notes(tokenizer_dir))
     if not report.rows_kept or 2 * report.rows_bad > report.rows_read:
         raise UserError(_too_many_bad(report))
     return report

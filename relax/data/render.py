@@ -59,6 +59,11 @@ class PairEncoder:
         self._eos_id = eos_id(tokenizer)
         self._leading = leading_special_ids(tokenizer)
 
+    @property
+    def end_id(self) -> int:
+        """The token that closes an answer."""
+        return self._eos_id if self._facts is None else self._facts.end_id
+
     def encode(self, pairs: Sequence[PreferencePair]) -> list[PairIds | RowRejected]:
         """One result per pair, in order; a row whose render fails is a `RowRejected`."""
         if self._facts is None:

@@ -4,8 +4,9 @@ Strategy: two probe messages are rendered before any row. From them come the end
 behind an answer) and the proof that encoding a rendered string gives the ids that `apply_chat_template` gives, as one
 flat list: transformers 5 returns a dict by default, which made every mask of another trainer wrong.
 
-Invariants: no code from the model directory runs and nothing is downloaded; truncation and padding settings inside
-`tokenizer.json` never touch data.
+Invariants: no code from the model directory runs and nothing is downloaded; a text has the ids that the `tokenizers`
+library gives it by `tokenizer.json`, whatever class is named beside it; truncation and padding settings inside the file
+never touch data.
 """
 
 import os
@@ -17,30 +18,26 @@ from typing import Any
 import numpy as np
 
 from relax.data.encoding import cut_token, encode_texts
+from relax.data.tokenizer_file import FILE, first_line, stock_tokenizer, take_file
 from relax.errors import UserError
 
 _QUESTION, _ANSWER = "relaxquestion", "relaxanswer"
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (FILE, "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The fast tokenizer in a local model directory. Raises `UserError`."""
-    from transformers import AutoTokenizer
-
+    """The fast tokenizer in a local model directory, with `tokenizer.json`'s own ids. Raises `UserError`."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory (--hf-checkpoint): the tokenizer is read from it.")
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
             f"{directory}: no tokenizer there (none of {', '.join(TOKENIZER_FILES)}); copy its files beside the model."
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its loaders meet: OSError, KeyError, ValueError, ...
-        raise UserError(f"{directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"{directory}: the tokenizer has no tokenizer.json (a fast tokenizer), which relax needs.")
+    tokenizer = stock_tokenizer(directory)
+    if (directory / FILE).is_file():
+        take_file(tokenizer, directory / FILE)
     # Chosen or left as it is, but set: unset, tokenizers warns at every later fork (checkpoint writers fork).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenizer.backend_tokenizer.no_truncation()
@@ -81,7 +78,7 @@ def probe_template(tokenizer: Any, *, template_kwargs: Mapping[str, Any]) -> Tem
             for add in (False, True)
         )
     except Exception as error:  # a template is a program: it raises what it likes
-        raise UserError(f"The chat template fails on a plain question and answer: {_first_line(error)}") from error
+        raise UserError(f"The chat template fails on a plain question and answer: {first_line(error)}") from error
     _check_ids(ids, expected=encode_texts(tokenizer, [text])[0].tolist())
     if _ANSWER not in text:
         raise UserError("Self-check failed: the chat template leaves the assistant's answer out.")
@@ -124,7 +121,3 @@ def leading_special_ids(tokenizer: Any) -> np.ndarray:
     full = tokenizer.backend_tokenizer.encode(_QUESTION, add_special_tokens=True).ids
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
     return np.asarray(full[:start], dtype=np.int32)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

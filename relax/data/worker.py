@@ -30,6 +30,7 @@ from relax.data.scan import FileScan
 from relax.data.sources import Chunk
 from relax.data.tokenized import read_row
 from relax.data.tokenizer import load_tokenizer, reads_tools
+from relax.data.tokenizer_file import tokenizer_notes
 from relax.errors import UserError
 
 CHUNKS_IN_FLIGHT = 4  # per worker
@@ -77,9 +78,15 @@ class ChunkTokenizer:
     def __init__(self, tokenizer: Any, *, scans: Sequence[FileScan], options: DataOptions) -> None:
         raw = not all(scan.tokenized for scan in scans)
         self._encoder = PairEncoder(tokenizer, options=options) if raw else None
+        self._tokenizer = tokenizer
         self._scans = scans
         self._options = options
         self._reads_tools = reads_tools(tokenizer, options.template_kwargs)
+
+    def notes(self, tokenizer_dir: Path) -> tuple[str, ...]:
+        """What the user should know of the tokenizer, which is that of `tokenizer_dir`. Raises `UserError`."""
+        end_id = None if self._encoder is None else self._encoder.end_id
+        return tokenizer_notes(self._tokenizer, tokenizer_dir, end_id=None if self._options.whole_render else end_id)
 
     def __call__(self, chunk: Chunk) -> ChunkResult:
         rejections: list[Rejection] = []
