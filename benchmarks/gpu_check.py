@@ -134,7 +134,7 @@ def check_attention(check: Check, device: str) -> None:
     from relax.errors import UserError
 
     class Pair:
-        prompt, chosen, rejected = (np.arange(size) for size in (300, 170, 230))
+        prompt, *completions = (np.arange(size) for size in (300, 170, 230))
 
     on = torch.device(device)
     for name in ("varlen", "flash"):

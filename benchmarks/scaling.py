@@ -89,13 +89,13 @@ def measure_step(turns: Turns, pairs: int, prompt: int, answer: int, vocabulary:
     from relax.backend.device import select_device
     from relax.backend.engine import Batch, Engine
     from relax.backend.parallel import ParallelConfig, initialize
-    from relax.losses import DPO
+    from relax.objectives import DPO
 
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes = {"vocab_size": vocabulary, "hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 4096}
     config, device = LlamaConfig(**heads, **sizes, tie_word_embeddings=True), select_device("cpu")
     initialize(ParallelConfig(), device=device, seed=0)
-    engine = Engine(config, loss=DPO(), device=device, dtype=torch.float32, parallel=ParallelConfig())
+    engine = Engine(config, objective=DPO(), device=device, dtype=torch.float32, parallel=ParallelConfig())
     for parameter in engine.chunks[0].parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -104,7 +104,9 @@ def measure_step(turns: Turns, pairs: int, prompt: int, answer: int, vocabulary:
 
     def batch(lengths: np.ndarray) -> Batch:
         ids = [Pair(*(draw.integers(0, vocabulary, size) for size in row)) for row in lengths]
-        return Batch(pairs=ids, plan=plan_step(lengths, max_tokens=BUDGET), references=np.full((len(ids), 2), -100.0))
+        return Batch(
+            groups=ids, plan=plan_step(lengths, max_tokens=BUDGET), lengths=lengths, references=np.full((len(ids), 2), -100.0)
+        )
 
     engine.train_step(batch(np.array([[8, 8, 8]])))
     before, large = peak_rss_gib(), batch(np.array([[prompt, answer, answer]] * pairs))
@@ -129,8 +131,8 @@ def simulate(ranks: int, batch: int, budget: int, *, pairs: int) -> dict[str, fl
         seconds.append(time.process_time() - start)
         shared = shares_prompt(lengths)
         each, tokens = pair_costs(lengths, shared, area_cost=AREA_COST), laid_out_tokens(lengths, shared)
-        costs = np.array([sum(each[list(micro.pairs)].sum() for micro in rank) for rank in plan.ranks])
-        packs = np.array([[tokens[list(micro.pairs)].sum() for micro in rank] for rank in plan.ranks])
+        costs = np.array([sum(each[list(micro.groups)].sum() for micro in rank) for rank in plan.ranks])
+        packs = np.array([[tokens[list(micro.groups)].sum() for micro in rank] for rank in plan.ranks])
         balance.append(costs.max() / costs.mean())
         rows_real.append(packs.sum() / (-(-packs // ROW_MULTIPLE) * ROW_MULTIPLE).sum())
         microbatches.append(packs.shape[1] / -(-packs.sum(1).max() // budget))

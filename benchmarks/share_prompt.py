@@ -26,7 +26,7 @@ from relax.backend.parallel import ParallelConfig, initialize
 from relax.backend.weights import load_hf_weights
 from relax.command import Group, Parser, run_command
 from relax.errors import UserError
-from relax.losses import LOSSES
+from relax.objectives import OBJECTIVES
 from relax.packing import laid_out_tokens, plan_step, shares_prompt
 
 HH = Path(__file__).parents[1] / "tests" / "unit" / "hh_lengths.csv"
@@ -53,6 +53,10 @@ class Pair:
     prompt: np.ndarray
     chosen: np.ndarray
     rejected: np.ndarray
+
+    @property
+    def completions(self) -> tuple[np.ndarray, ...]:
+        return self.chosen, self.rejected
 
 
 def mixes(pairs: int) -> dict[str, np.ndarray]:
@@ -95,7 +99,7 @@ def main() -> None:
     initialize(ParallelConfig(), device=device, seed=0)
     config = read_hf_config(args.model)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    engine = Engine(config, loss=LOSSES[args.objective](), device=device, dtype=dtype, parallel=ParallelConfig())
+    engine = Engine(config, objective=OBJECTIVES[args.objective](), device=device, dtype=dtype, parallel=ParallelConfig())
     load_hf_weights(engine.chunks, args.model, config, seed=0)
     engine.prepare_training(OPTIMIZER)
     report: dict[str, Any] = {"machine": describe_machine(), "threads": torch.get_num_threads(), "results": []}
@@ -122,7 +126,7 @@ def compare(engine: Engine, lengths: np.ndarray, *, max_tokens: int, turns: int)
     shared = shares_prompt(lengths)
     references = np.full((len(pairs), 2), -100.0)
     batches = [
-        Batch(pairs=pairs, plan=plan_step(lengths, max_tokens=max_tokens, share_prompt=share), references=references)
+        Batch(pairs, plan_step(lengths, max_tokens=max_tokens, share_prompt=share), lengths, references)
         for share in (False, True)
     ]
     seconds = [[measure(engine, batch) for batch in batches] for _ in range(turns + 1)][1:]

@@ -87,7 +87,7 @@ def run_relax(turns: Turns, settings: Settings) -> None:
         seconds = start.until_now()
         _, indices = run.train_set.indices(step)
         reference = None
-        if run.loss.needs_reference:
+        if run.objective.needs_reference:
             start = Seconds.now()
             run.engine.score(run.train_set.batch(indices, with_reference=False))
             reference = start.until_now()

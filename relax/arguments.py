@@ -18,8 +18,8 @@ from typing import Any
 from relax.command import EvalData, Group, Parser, json_object, string_map
 from relax.errors import UserError
 from relax.layout_rules import validate_layout
-from relax.loss_flags import add_loss_flags, settle_loss
-from relax.losses import LOSSES
+from relax.loss_flags import add_objective_flags, settle_objective
+from relax.objectives import OBJECTIVES
 from relax.validation import check_combinations, check_files, read_model_config
 
 DEFAULT_LR = {"lm": 5e-7, "scalar": 1e-5}  # by the head that the loss trains
@@ -33,7 +33,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     args = build_parser().parse(argv)
     check_combinations(args)
-    settle_loss(args)
+    settle_objective(args)
     _fill_defaults(args)
     model_config = read_model_config(args.hf_checkpoint)
     check_files(args)
@@ -80,7 +80,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
         if getattr(args, dest) is None:
             setattr(args, dest, value)
 
-    default("lr", DEFAULT_LR[LOSSES[args.loss_type].head])
+    default("lr", DEFAULT_LR[OBJECTIVES[args.loss_type].head])
     default("min_lr", 0.0)
     if args.min_lr > args.lr:
         raise UserError(f"--min-lr {args.min_lr:g} must not be above --lr {args.lr:g}")
@@ -97,11 +97,11 @@ def _fill_defaults(args: argparse.Namespace) -> None:
 def _add_objective(group: Group) -> None:
     group.choice(
         "--loss-type",
-        list(LOSSES),
+        list(OBJECTIVES),
         None,
         "dpo: a policy by direct preference optimisation; rm: a reward model (required)",
     )
-    add_loss_flags(group)
+    add_objective_flags(group)
     group.choice("--task-type", ["causal_lm"], "causal_lm", "the kind of model; the only value")
 
 

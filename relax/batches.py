@@ -10,7 +10,8 @@ import numpy as np
 from relax.backend.engine import Batch, Engine
 from relax.data import PairDataset, PairOrder
 from relax.errors import UserError
-from relax.metrics import Work
+from relax.metrics import Work, group_means
+from relax.objectives import with_role
 from relax.packing import StepPlan, laid_out_tokens, plan_step
 from relax.reference import ReferenceTable
 
@@ -29,7 +30,7 @@ class Packing:
     row_multiple: int
 
     def plan(self, lengths: np.ndarray) -> StepPlan:
-        """The plan of one step over lengths [num_pairs, 3]."""
+        """The plan of one step over lengths [num_groups, 1 + K]."""
         return plan_step(
             lengths,
             dp_size=self.dp_size,
@@ -89,12 +90,13 @@ class Batches:
 
     def batch(self, indices: np.ndarray, *, with_reference: bool = True) -> Batch:
         """The pairs at `indices`, packed; reference rows of pairs that lack them are an error."""
-        margins = self.dataset.margins
+        lengths = self.dataset.lengths[indices]
         return Batch(
-            pairs=_Selection(self.dataset, indices),
-            plan=self.packing.plan(self.dataset.lengths[indices]),
+            groups=_Selection(self.dataset, indices),
+            plan=self.packing.plan(lengths),
+            lengths=lengths,
             references=self.table.take(indices) if self.table is not None and with_reference else None,
-            margins=margins[indices] if margins is not None else None,
+            columns={name: column[indices] for name, column in self.dataset.columns.items()},
         )
 
     def epoch(self) -> Iterator[np.ndarray]:
@@ -106,9 +108,9 @@ class Batches:
         """What the step computes, from its plan."""
         lengths, shared, padding = self.dataset.lengths[indices], np.zeros(len(indices), dtype=bool), 0
         for micro in (micro for rank in plan.ranks for micro in rank):
-            pairs = list(micro.pairs)
-            shared[pairs] = micro.shared
-            tokens = int(laid_out_tokens(lengths[pairs], shared[pairs]).sum()) if pairs else 0
+            groups = list(micro.groups)
+            shared[groups] = micro.shared
+            tokens = int(laid_out_tokens(lengths[groups], shared[groups]).sum()) if groups else 0
             padding += -tokens % self.packing.row_multiple if tokens else self.packing.row_multiple
         return Work.of(lengths, shared, scores_tokens=scores_tokens, padding=padding)
 
@@ -145,15 +147,13 @@ class ReadAhead(Generic[T]):
 def evaluate(engine: Engine, batches: Batches, *, prefix: str) -> dict[str, float]:
     """Metrics over every pair of the set, as {prefix + name: mean over pairs}, and their number."""
     values = [engine.evaluate(batches.batch(indices)) for indices in batches.epoch()]
-    names = [name for name in engine.loss.metric_names if not name.startswith("ref_")]
-    kept = [engine.loss.metric_names.index(name) for name in names]
-    means = np.concatenate(values).mean(axis=0)[kept]
-    if not np.isfinite(means).all():
+    metrics = engine.objective.metrics
+    means = group_means(np.concatenate(values), [metric.name for metric in metrics], prefix=prefix)
+    if not np.isfinite(list(means.values())).all():
         raise UserError(
             f"the evaluation {prefix.rstrip('_')} is not a finite number: the weights are damaged, or training diverged; "
             "checkpoints saved before are as they were"
         )
-    return {
-        **{prefix + name: float(mean) for name, mean in zip(names, means, strict=True)},
-        prefix + "num_pairs": len(batches.dataset),
-    }
+    for metric in with_role(metrics, "reference"):  # the same at every evaluation
+        del means[prefix + metric.name]
+    return {**means, prefix + "num_pairs": len(batches.dataset)}

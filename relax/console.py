@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from tqdm import tqdm
 
+from relax.objectives import Metric
+
+_FORMATS = {"loss": ".4f", "accuracy": ".3f", "margin": "+.4f"}  # of the headline's metrics, by their role
 BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
 
 
@@ -24,7 +27,7 @@ class Console:
         total_steps: int,
         start_step: int,
         log_interval: int,
-        headline: tuple[str, ...],
+        headline: Mapping[str, Metric],
         bar: bool | None,
     ) -> None:
         self._total, self._interval, self._headline = total_steps, log_interval, headline
@@ -65,7 +68,7 @@ class Console:
             self._bar = None
 
     def _headlines(self, metrics: Mapping[str, float]) -> list[str]:
-        return [_show(key.rpartition("/")[2], metrics[key]) for key in self._headline if key in metrics]
+        return [_show(metric, metrics[key]) for key, metric in self._headline.items() if key in metrics]
 
     def _time_left(self, step: int, now: float) -> list[str]:
         """At the mean pace since the first step, evaluations and checkpoints included."""
@@ -76,10 +79,10 @@ class Console:
 
     def _evaluations(self, step: int, metrics: Mapping[str, float]) -> Iterable[str]:
         """One line per evaluation set: of `eval/[NAME/]LOSS_METRIC`, the metrics that the headline names."""
-        wanted = [key.split("/")[1:] for key in self._headline]
+        wanted = [(key.split("/")[1], metric) for key, metric in self._headline.items()]
         for prefix in dict.fromkeys(key.rpartition("/")[0] for key in metrics if key.startswith("eval/")):
-            keys = {name: f"{prefix}/{loss}_{name}" for loss, name in wanted}
-            shown = [_show(name, metrics[key]) for name, key in keys.items() if key in metrics]
+            keys = {f"{prefix}/{loss}_{metric.name}": metric for loss, metric in wanted}
+            shown = [_show(metric, metrics[key]) for key, metric in keys.items() if key in metrics]
             if shown:
                 yield f"{prefix.replace('/', ' ')} at step {step}: {', '.join(shown)}"
 
@@ -88,9 +91,5 @@ def _pace(metrics: Mapping[str, float]) -> str:
     return f"{metrics['perf/pairs_per_s']:.3g} pairs/s"
 
 
-def _show(name: str, value: float) -> str:
-    if name.endswith("accuracy"):
-        return f"accuracy {value:.3f}"
-    if name.endswith("margin"):
-        return f"margin {value:+.4f}"
-    return f"{name.replace('_', ' ')} {value:.4f}"
+def _show(metric: Metric, value: float) -> str:
+    return f"{metric.role} {value:{_FORMATS[metric.role]}}"

@@ -10,7 +10,7 @@ from relax.backend.model import Head, HFConfig, model_shape, read_hf_config
 from relax.batches import Batches
 from relax.data import load_pairs
 from relax.data.held_out import check_held_out
-from relax.loss_flags import build_loss
+from relax.loss_flags import build_objective
 from relax.memory import Recompute, stage_bytes, stage_parameters
 from relax.metrics import ModelShape, Work
 from relax.packing import StepPlan
@@ -27,7 +27,7 @@ from relax.settings import (
 
 def describe(args: argparse.Namespace) -> None:
     """Check flags, read and pack the data, print the plan and the memory estimate."""
-    loss, config = build_loss(args), read_hf_config(args.hf_checkpoint)
+    objective, config = build_objective(args), read_hf_config(args.hf_checkpoint)
     check_model(args, config)
     split = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     dp_size = args.world_size // split
@@ -38,7 +38,7 @@ def describe(args: argparse.Namespace) -> None:
         dataset = load_pairs(
             paths,
             tokenizer_dir=args.hf_checkpoint,
-            options=data_options(args, whole_render=loss.head == "scalar"),
+            options=data_options(args, whole_render=objective.head == "scalar"),
             cache_dir=args.data_cache_dir,
             num_workers=args.num_workers,
             title=title,
@@ -55,12 +55,9 @@ def describe(args: argparse.Namespace) -> None:
             optimizer_options(args, steps)
         size = f"{args.global_batch_size} pairs, {train.steps_per_epoch} an epoch"
         print(f"\n{steps} steps of {size}, {dp_size} data-parallel ranks")
-        print(
-            _packing_table(
-                train, min(steps, train.steps_per_epoch), shape=model_shape(config, head=loss.head), lm=loss.head == "lm"
-            )
-        )
-    print("\n" + memory_table(args, config, head=loss.head))
+        shape = model_shape(config, head=objective.head)
+        print(_packing_table(train, min(steps, train.steps_per_epoch), shape=shape, lm=objective.head == "lm"))
+    print("\n" + memory_table(args, config, head=objective.head))
 
 
 def _packing_table(train: Batches, steps: int, *, shape: ModelShape, lm: bool) -> str:
@@ -91,9 +88,9 @@ def _packing_table(train: Batches, steps: int, *, shape: ModelShape, lm: bool) -
 def _rank_tokens(train: Batches, indices: np.ndarray, plan: StepPlan) -> np.ndarray:
     loads = []
     for rank in plan.ranks:
-        pairs = np.array([i for micro in rank for i in micro.pairs], dtype=np.int64)
+        groups = np.array([i for micro in rank for i in micro.groups], dtype=np.int64)
         shared = np.array([s for micro in rank for s in micro.shared], dtype=bool)
-        loads.append(Work.of(train.dataset.lengths[indices[pairs]], shared, scores_tokens=True).tokens)
+        loads.append(Work.of(train.dataset.lengths[indices[groups]], shared, scores_tokens=True).tokens)
     return np.array(loads)
 
 

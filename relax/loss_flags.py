@@ -1,4 +1,4 @@
-"""Flags of the losses: the fields of each loss in `LOSSES` become `--{loss}-{field}`, with type, default and help.
+"""Flags of the objectives: the fields of each one in `OBJECTIVES` become `--{name}-{field}`, with type, default and help.
 
 Invariants: a loss added to the registry has its flags without a line here; only the chosen loss's hyper-parameters are
 in the parsed arguments, and a flag of another loss is an error; what the loss refuses is reported in terms of the flag.
@@ -12,12 +12,12 @@ from typing import Any
 
 from relax.command import Group, number
 from relax.errors import UserError
-from relax.losses import LOSSES, Loss
+from relax.objectives import OBJECTIVES, Objective
 
 
-def add_loss_flags(group: Group) -> None:
+def add_objective_flags(group: Group) -> None:
     """Add every loss's flags. Each is None unless given, so that a flag of another loss can be told."""
-    for name, loss in LOSSES.items():
+    for name, loss in OBJECTIVES.items():
         kinds = typing.get_type_hints(loss)
         for field in _fields(loss):
             kind, text = kinds[field.name], f"{name}: {field.metadata['help']}"
@@ -29,9 +29,9 @@ def add_loss_flags(group: Group) -> None:
                 group.other(_flag(name, field.name), default=None, help=f"{text} (default: {field.default})", **options)
 
 
-def settle_loss(args: argparse.Namespace) -> None:
+def settle_objective(args: argparse.Namespace) -> None:
     """Give the chosen loss's flags their defaults and try the loss, refuse the other losses' flags or forget them."""
-    for name, loss in LOSSES.items():
+    for name, loss in OBJECTIVES.items():
         for field in _fields(loss):
             dest = f"{name}_{field.name}"
             given = getattr(args, dest) is not None
@@ -42,12 +42,12 @@ def settle_loss(args: argparse.Namespace) -> None:
                 raise UserError(f"{flag} belongs to --loss-type {name}, but this run has --loss-type {args.loss_type}")
             else:
                 delattr(args, dest)
-    build_loss(args)
+    build_objective(args)
 
 
-def build_loss(args: argparse.Namespace) -> Loss:
+def build_objective(args: argparse.Namespace) -> Objective:
     """The loss that `args` describe. Raises UserError, in terms of flags, for a value that the loss refuses."""
-    name, loss = args.loss_type, LOSSES[args.loss_type]
+    name, loss = args.loss_type, OBJECTIVES[args.loss_type]
     values = {field.name: getattr(args, f"{name}_{field.name}") for field in _fields(loss)}
     try:
         return loss(**values)
@@ -58,7 +58,7 @@ def build_loss(args: argparse.Namespace) -> Loss:
         raise UserError(message) from None
 
 
-def _fields(loss: type[Loss]) -> tuple["dataclasses.Field[Any]", ...]:
+def _fields(loss: type[Objective]) -> tuple["dataclasses.Field[Any]", ...]:
     return dataclasses.fields(typing.cast(Any, loss))  # a protocol cannot promise that its classes are dataclasses
 
 

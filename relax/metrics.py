@@ -1,17 +1,18 @@
-"""Numbers about a step: means over pairs, and honest throughput.
+"""Numbers about a step: means over groups (a pair, or another prompt with its completions), and honest throughput.
 
-Invariants: every pair metric is one mean over all pairs of the global batch or evaluation set, never a mean of means; tokens
-are real ones (a shared prompt once, padding never); FLOPs are those the objective needs: the vocabulary only where a
-completion token is predicted, a prompt twice only where it is laid out twice.
+Invariants: every metric is one mean over all groups of the global batch or evaluation set that have it, never a mean of means;
+tokens are real ones (a shared prompt once, padding never); FLOPs are those the objective needs: the vocabulary only where a
+completion token is predicted, a prompt more than once only where it is laid out so.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 
-def pair_means(values: np.ndarray, names: tuple[str, ...], *, prefix: str) -> dict[str, float]:
-    """Means over pairs of values [num_pairs, metrics], as {prefix + name: mean}."""
+def group_means(values: np.ndarray, names: Iterable[str], *, prefix: str) -> dict[str, float]:
+    """Means over groups of values [num_groups, metrics], as {prefix + name: mean}."""
     return {prefix + name: float(mean) for name, mean in zip(names, values.mean(axis=0), strict=True)}
 
 
@@ -37,12 +38,15 @@ class Work:
 
     @staticmethod
     def of(lengths: np.ndarray, shared: np.ndarray, *, scores_tokens: bool, padding: int = 0) -> "Work":
-        """Work of pairs with lengths [num_pairs, 3] (prompt, chosen, rejected); shared [num_pairs]: prompt laid out once."""
-        prompt, answers = lengths[:, 0].astype(np.int64), lengths[:, 1:].astype(np.int64)
-        copies = np.where(shared, 1, 2)
-        tokens = int((copies * prompt).sum() + answers.sum())
-        area = copies * prompt * (prompt + 1) // 2 + (answers * (answers + 1) // 2 + answers * prompt[:, None]).sum(1)
-        scored = int(answers.sum()) if scores_tokens else 2 * len(lengths)
+        """Work of groups with lengths [num_groups, 1 + K] (the prompt, then each completion, 0 where it has fewer than K);
+        shared [num_groups]: prompt laid out once."""
+        prompt, completions = lengths[:, 0].astype(np.int64), lengths[:, 1:].astype(np.int64)
+        number = np.count_nonzero(completions, axis=1)
+        copies = np.where(shared, 1, number)
+        tokens = int((copies * prompt).sum() + completions.sum())
+        own = (completions * (completions + 1) // 2 + completions * prompt[:, None]).sum(1)
+        area = copies * prompt * (prompt + 1) // 2 + own
+        scored = int(completions.sum()) if scores_tokens else int(number.sum())
         return Work(tokens=tokens, attention_area=int(area.sum()), scored_rows=scored, rows=tokens + padding)
 
     def training_flops(self, shape: ModelShape) -> float:

@@ -1,18 +1,21 @@
-"""Lengths to a step plan: which rank runs which pairs, in which micro-batches. Pure numpy and Python.
+"""Lengths to a step plan: which rank runs which groups, in which micro-batches. Pure numpy and Python.
 
-Strategy. A pair shares its prompt between its two answers where that saves tokens by a useful ratio. Pairs are dealt to
-ranks, largest first, each to the rank whose pairs cost least so far. Inside a rank, best fit decreasing finds how few
-micro-batches hold the pairs; the neediest rank sets the count for all, and every rank spreads its pairs evenly over it.
+A group is a prompt with its completions; a preference pair is a group of two. Its lengths are a row [1 + K] of tokens: the
+prompt's, then each completion's, 0 where it has fewer than K.
+
+Strategy. A group shares its prompt between its completions where that saves tokens by a useful ratio. Groups are dealt to
+ranks, largest first, each to the rank whose groups cost least so far. Inside a rank, best fit decreasing finds how few
+micro-batches hold the groups; the neediest rank sets the count for all, and every rank spreads its groups evenly over it.
 
 Invariants:
-- Every pair of the step stands in exactly one micro-batch, whole.
-- A micro-batch holds at most `max_tokens` laid-out tokens, except a pair that is larger by itself, which runs alone.
-- Every rank has the same number of micro-batches, at least one, a multiple of `microbatch_multiple`; where pairs run
+- Every group of the step stands in exactly one micro-batch, whole.
+- A micro-batch holds at most `max_tokens` laid-out tokens, except a group that is larger by itself, which runs alone.
+- Every rank has the same number of micro-batches, at least one, a multiple of `microbatch_multiple`; where groups run
   out, the rest are empty.
-- Where every pair takes at most 1/q of the budget, up to q micro-batches are at most one more than
+- Where every group takes at most 1/q of the budget, up to q micro-batches are at most one more than
   ceil(largest rank's tokens / max_tokens), before rounding to the multiple.
 - Inside a rank, micro-batches come largest first, so that memory peaks at once and ranks in step do like work.
-- The plan is a function of its arguments, and sharing a function of the pair's own lengths, never of its neighbours.
+- The plan is a function of its arguments, and sharing a function of the group's own lengths, never of its neighbours.
 """
 
 import heapq
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Sharing costs some bookkeeping per pair and layer: on a CPU a model that is 48 wide loses 2% at a ratio of 1.035. From 1.1 on
+# Sharing costs some bookkeeping per group and layer: on a CPU a model that is 48 wide loses 2% at a ratio of 1.035. From 1.1 on
 # it pays there too.
 MIN_SHARING_GAIN = 1.1
 
@@ -31,12 +34,12 @@ Bins = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward and backward pass: positions in the step's list of pairs, ascending, `()` for an empty one.
+    """One forward and backward pass: positions in the step's list of groups, ascending, `()` for an empty one.
 
-    `shared[i]` says whether the prompt of `pairs[i]` is laid out once for both answers.
+    `shared[i]` says whether the prompt of `groups[i]` is laid out once for all of its completions.
     """
 
-    pairs: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
     shared: tuple[bool, ...] = ()
 
 
@@ -47,30 +50,39 @@ class StepPlan:
     ranks: tuple[tuple[MicroBatch, ...], ...]
 
 
-def shares_prompt(lengths: np.ndarray) -> np.ndarray:
-    """Whether each pair's prompt is worth sharing, bool `[num_pairs]`: (2P + C + R) / (P + C + R) reaches the minimum.
+def num_completions(lengths: np.ndarray) -> np.ndarray:
+    """Completions of each group, int `[num_groups]`, from its lengths, int `[num_groups, 1 + K]`."""
+    return np.count_nonzero(lengths[:, 1:], axis=1)
 
-    `lengths` is int `[num_pairs, 3]`: prompt, chosen and rejected tokens.
-    """
+
+def shares_prompt(lengths: np.ndarray) -> np.ndarray:
+    """Whether each group's prompt is worth sharing, bool `[num_groups]`: what it takes with a prompt for each completion, over
+    what it takes with one, reaches the minimum."""
     prompt, once = lengths[:, 0], lengths.sum(axis=1)
-    return (prompt > 0) & (once + prompt >= MIN_SHARING_GAIN * once)
+    copies = num_completions(lengths)
+    return (prompt > 0) & (copies > 1) & (once + prompt * (copies - 1) >= MIN_SHARING_GAIN * once)
+
+
+def prompt_copies(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """How often each group's prompt is laid out, int `[num_groups]`: once where shared, else for each completion."""
+    return np.where(shared, 1, num_completions(lengths))
 
 
 def laid_out_tokens(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """Rows that each pair takes in a micro-batch, int `[num_pairs]`: P + C + R where shared, else 2P + C + R."""
-    return lengths.sum(axis=1) + lengths[:, 0] * ~np.asarray(shared, dtype=bool)
+    """Rows that each group takes in a micro-batch, int `[num_groups]`: its completions, and its prompt's copies."""
+    return lengths[:, 1:].sum(axis=1) + lengths[:, 0] * prompt_copies(lengths, shared)
 
 
-def pair_costs(lengths: np.ndarray, shared: np.ndarray, *, area_cost: float) -> np.ndarray:
-    """Time of each pair in units of one token's dense layers, float `[num_pairs]`.
+def group_costs(lengths: np.ndarray, shared: np.ndarray, *, area_cost: float) -> np.ndarray:
+    """Time of each group in units of one token's dense layers, float `[num_groups]`.
 
     `area_cost` is the price of one query-key entry of causal attention in that unit: with 12 h^2 parameters in a layer
     of width h it is 4 h / 24 h^2 = 1 / (6 h).
     """
     prompt = lengths[:, 0].astype(np.float64)
-    answers = lengths[:, 1:].astype(np.float64)
-    area = (answers * (answers + 1) / 2 + answers * prompt[:, None]).sum(axis=1)
-    area += np.where(shared, 1, 2) * prompt * (prompt + 1) / 2
+    completions = lengths[:, 1:].astype(np.float64)
+    area = (completions * (completions + 1) / 2 + completions * prompt[:, None]).sum(axis=1)
+    area += prompt_copies(lengths, shared) * prompt * (prompt + 1) / 2
     return laid_out_tokens(lengths, shared) + area_cost * area
 
 
@@ -83,14 +95,14 @@ def plan_step(
     microbatch_multiple: int = 1,
     area_cost: float = 1 / 6144,
 ) -> StepPlan:
-    """Plan one step over `lengths`, int `[num_pairs, 3]` (prompt, chosen, rejected tokens), for `dp_size` ranks.
+    """Plan one step over `lengths`, int `[num_groups, 1 + K]`, tokens of the prompt and of each completion, on `dp_size` ranks.
 
-    `max_tokens` is the budget of a micro-batch in laid-out tokens. `area_cost` is as in `pair_costs`; its default suits
+    `max_tokens` is the budget of a micro-batch in laid-out tokens. `area_cost` is as in `group_costs`; its default suits
     hidden size 1024. Raises ValueError for lengths or counts that make no sense.
     """
     lengths = np.asarray(lengths)
-    if lengths.ndim != 2 or lengths.shape[1] != 3 or not np.issubdtype(lengths.dtype, np.integer):
-        raise ValueError(f"lengths must be integers of shape [num_pairs, 3], got {lengths.dtype} {lengths.shape}")
+    if lengths.ndim != 2 or lengths.shape[1] < 2 or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(f"lengths must be integers of shape [num_groups, 1 + K], got {lengths.dtype} {lengths.shape}")
     if (lengths < 0).any():
         raise ValueError(f"lengths must not be negative, got {lengths.min()}")
     if min(dp_size, max_tokens, microbatch_multiple) < 1:
@@ -98,59 +110,59 @@ def plan_step(
     shared = shares_prompt(lengths) if share_prompt else np.zeros(len(lengths), dtype=bool)
     laid_out = laid_out_tokens(lengths, shared)
     order, tokens = np.argsort(-laid_out, kind="stable").tolist(), laid_out.tolist()
-    ranks, _ = _deal(order, pair_costs(lengths, shared, area_cost=area_cost).tolist(), dp_size)
-    packed = [_best_fit(pairs, tokens, max_tokens) for pairs in ranks]
+    ranks, _ = _deal(order, group_costs(lengths, shared, area_cost=area_cost).tolist(), dp_size)
+    packed = [_best_fit(groups, tokens, max_tokens) for groups in ranks]
     needed = max(1, *map(len, packed))
     count = -(-needed // microbatch_multiple) * microbatch_multiple
     flags = shared.tolist()
     plan = []
-    for pairs, tight in zip(ranks, packed, strict=True):
-        packs = _largest_first(_spread(pairs, tokens, count, max_tokens) or tight, tokens)
-        full = tuple(MicroBatch(tuple(pack), tuple([flags[pair] for pair in pack])) for pack in packs)
+    for groups, tight in zip(ranks, packed, strict=True):
+        packs = _largest_first(_spread(groups, tokens, count, max_tokens) or tight, tokens)
+        full = tuple(MicroBatch(tuple(pack), tuple([flags[group] for group in pack])) for pack in packs)
         plan.append(full + (MicroBatch(),) * (count - len(full)))
     return StepPlan(tuple(plan))
 
 
-def _deal(pairs: Sequence[int], sizes: Sequence[float], count: int) -> tuple[Bins, list[float]]:
-    """Each pair in turn to the bin with the least so far; the bins and their loads."""
+def _deal(groups: Sequence[int], sizes: Sequence[float], count: int) -> tuple[Bins, list[float]]:
+    """Each group in turn to the bin with the least so far; the bins and their loads."""
     bins: Bins = [[] for _ in range(count)]
     loads = [0.0] * count
     heap = [(0.0, index) for index in range(count)]
-    for pair in pairs:
+    for group in groups:
         load, index = heap[0]
-        bins[index].append(pair)
-        loads[index] = load + sizes[pair]
+        bins[index].append(group)
+        loads[index] = load + sizes[group]
         heapq.heapreplace(heap, (loads[index], index))
     return bins, loads
 
 
-def _best_fit(pairs: Sequence[int], tokens: Sequence[int], max_tokens: int) -> Bins:
-    """Few micro-batches within the budget: each pair, largest first, into the fullest that still holds it."""
+def _best_fit(groups: Sequence[int], tokens: Sequence[int], max_tokens: int) -> Bins:
+    """Few micro-batches within the budget: each group, largest first, into the fullest that still holds it."""
     bins: Bins = []
     rooms: list[tuple[int, int]] = []  # (free tokens, bin), ascending
-    for pair in pairs:
-        size = tokens[pair]
+    for group in groups:
+        size = tokens[group]
         at = bisect_left(rooms, (size, 0))
         if at == len(rooms):
             room, index = max_tokens, len(bins)
             bins.append([])
         else:
             room, index = rooms.pop(at)
-        bins[index].append(pair)
+        bins[index].append(group)
         insort(rooms, (room - size, index))
     return bins
 
 
-def _spread(pairs: Sequence[int], tokens: Sequence[int], count: int, max_tokens: int) -> Bins | None:
-    """The pairs, largest first, over `count` micro-batches of near-equal size; None where that breaks the budget."""
+def _spread(groups: Sequence[int], tokens: Sequence[int], count: int, max_tokens: int) -> Bins | None:
+    """The groups, largest first, over `count` micro-batches of near-equal size; None where that breaks the budget."""
     if count == 1:
-        return [list(pairs)]
-    bins, loads = _deal(pairs, tokens, count)
+        return [list(groups)]
+    bins, loads = _deal(groups, tokens, count)
     fits = all(load <= max_tokens or len(pack) == 1 for pack, load in zip(bins, loads, strict=True))
     return bins if fits else None
 
 
 def _largest_first(bins: Bins, tokens: Sequence[int]) -> Bins:
-    """Non-empty bins by laid-out tokens, descending, each in ascending order of its pairs."""
+    """Non-empty bins by laid-out tokens, descending, each in ascending order of its groups."""
     packs = [sorted(pack) for pack in bins if pack]
-    return sorted(packs, key=lambda pack: -sum([tokens[pair] for pair in pack])) if len(packs) > 1 else packs
+    return sorted(packs, key=lambda pack: -sum([tokens[group] for group in pack])) if len(packs) > 1 else packs

@@ -15,7 +15,7 @@ from relax.backend.parallel import agree, shutdown
 from relax.backend.state import training_state
 from relax.batches import evaluate
 from relax.errors import UserError
-from relax.metrics import pair_means, throughput
+from relax.metrics import group_means, throughput
 from relax.report import curves, summary
 from relax.run_setup import RunSetup
 
@@ -36,7 +36,7 @@ class Run(RunSetup):
         result = self.engine.train_step(batch)
         seconds = time.perf_counter() - start
         if not (math.isfinite(result.grad_norm) and np.isfinite(result.values).all()):
-            loss = pair_means(result.values, self.loss.metric_names, prefix="")["loss"]
+            loss = group_means(result.values, self.metric_names, prefix="")["loss"]
             raise UserError(
                 f"step {step}: the loss is {loss:.4g} and the gradient norm {result.grad_norm:.4g}; no checkpoint holds this "
                 f"step. Training diverged (--lr {self.args.lr:g}: try a lower one, or --lr-warmup-iters), or the weights or "
@@ -48,12 +48,12 @@ class Run(RunSetup):
             "train/step": step,
             "train/epoch": consumed / num_pairs,
             "train/consumed_pairs": consumed,
-            **pair_means(result.values, self.loss.metric_names, prefix=f"train/{self.args.loss_type}/"),
+            **group_means(result.values, self.metric_names, prefix=f"train/{self.args.loss_type}/"),
             "train/lr": result.lr,
             "train/grad_norm": result.grad_norm,
             **({} if result.moe_aux_loss is None else {"train/moe_aux_loss": result.moe_aux_loss}),
             **throughput(
-                self.train_set.work(indices, batch.plan, scores_tokens=self.loss.head == "lm"),
+                self.train_set.work(indices, batch.plan, scores_tokens=self.objective.head == "lm"),
                 self.shape,
                 seconds=seconds,
                 num_pairs=len(indices),
@@ -92,7 +92,7 @@ class Run(RunSetup):
             assert self.train_set is not None
             record = {
                 "loss_type": args.loss_type,
-                "head": self.loss.head,
+                "head": self.objective.head,
                 "step": step,
                 "consumed_pairs": self.train_set.consumed(step),
                 "num_pairs": len(self.train_set.dataset),

@@ -27,7 +27,8 @@ from relax.batches import Batches, ReadAhead
 from relax.data import load_pairs
 from relax.data.held_out import check_held_out
 from relax.errors import UserError
-from relax.loss_flags import build_loss
+from relax.loss_flags import build_objective
+from relax.objectives import with_role
 from relax.profiling import StepProfiler
 from relax.reference_pass import fill_table, open_table
 from relax.settings import (
@@ -63,7 +64,8 @@ class RunSetup:
         self.args = args
         self.tracker: Tracker | None = None
         self.ahead: ReadAhead[tuple[np.ndarray, Batch]] | None = None
-        self.loss = build_loss(args)
+        self.objective = build_objective(args)
+        self.metric_names = [metric.name for metric in self.objective.metrics]
         self.device = select_device(args.device)
         self.hf_config = read_hf_config(args.hf_checkpoint)
         check_model(args, self.hf_config)
@@ -81,14 +83,14 @@ class RunSetup:
         self.start_step = self.resumed.step if self.resumed and not args.finetune else 0
         self.source = WeightSource(args.ref_load, args.ref_ckpt_step)
         if self.resumed:
-            check_objective(self.resumed, loss_type=args.loss_type, head=self.loss.head)
+            check_objective(self.resumed, loss_type=args.loss_type, head=self.objective.head)
             if not args.finetune and not args.skip_train:
-                check_same_run(self.resumed, self.flags(), needs_reference=self.loss.needs_reference)
-        if self.loss.needs_reference or not self.resumed:
+                check_same_run(self.resumed, self.flags(), needs_reference=self.objective.needs_reference)
+        if self.objective.needs_reference or not self.resumed:
             self.source.check()
         self.engine = Engine(
             self.hf_config,
-            loss=self.loss,
+            objective=self.objective,
             device=self.device,
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
             parallel=parallel,
@@ -109,7 +111,7 @@ class RunSetup:
         self.stop_signal = StopSignal()
         self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save and self.trains else None
         self._prepare_weights()
-        self.shape = model_shape(self.hf_config, head=self.loss.head)
+        self.shape = model_shape(self.hf_config, head=self.objective.head)
         if self.store:
             self.store.claim()
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
@@ -134,7 +136,7 @@ class RunSetup:
             lambda: load_pairs(
                 paths,
                 tokenizer_dir=args.hf_checkpoint,
-                options=data_options(args, whole_render=self.loss.head == "scalar"),
+                options=data_options(args, whole_render=self.objective.head == "scalar"),
                 cache_dir=args.data_cache_dir,
                 num_workers=args.num_workers,
                 title=title,
@@ -172,9 +174,9 @@ class RunSetup:
         if info and self.train_set and not args.finetune:
             check_data(info, fingerprint=self.train_set.dataset.fingerprint)
         self.reference: dict[str, Any] | None = None
-        if self.loss.needs_reference or not info:
+        if self.objective.needs_reference or not info:
             self.source.load(engine, seed=args.seed)
-            if self.loss.needs_reference:
+            if self.objective.needs_reference:
                 self.reference = reference_identity(engine, self.source)
                 if info and not args.finetune:
                     check_reference(self.reference, info)
@@ -215,16 +217,14 @@ class RunSetup:
         wandb = None
         if args.use_wandb:
             wandb = WandbOptions(project=args.wandb_project, name=args.wandb_name, mode=args.wandb_mode)
-        names = self.loss.metric_names
-        shown: list[str] = [name for name in ("loss", "tie_aware_accuracy") if name in names]
-        shown += [name for name in names if name.endswith("margin")]
+        shown = [metric for role in ("loss", "accuracy", "margin") for metric in with_role(self.objective.metrics, role)]
         return Tracker(
             log_dir=args.log_dir,
             exp_name=args.exp_name,
             total_steps=self.total_steps,
             start_step=0 if args.skip_train else self.start_step,
             log_interval=args.log_interval,
-            headline=tuple(f"train/{args.loss_type}/{name}" for name in shown),
+            headline={f"train/{args.loss_type}/{metric.name}": metric for metric in shown},
             wandb=wandb,
             tensorboard_dir=args.tensorboard_dir,
             config=self.flags(),

@@ -26,10 +26,9 @@ from relax.data import DataReport, PairDataset, load_pairs
 from relax.data.directories import expand_paths
 from relax.data.pipeline import read_files
 from relax.errors import UserError
-from relax.loss_flags import build_loss, settle_loss
-from relax.losses import Loss, RewardModel
-from relax.losses.base import ACCURACY_NAMES
-from relax.metrics import pair_means
+from relax.loss_flags import build_objective, settle_objective
+from relax.metrics import group_means
+from relax.objectives import Objective, RewardModel, with_role
 from relax.reference import ReferenceTable
 from relax.reference_pass import fill_table
 from relax.settings import check_model, check_vocabulary, data_options, packing, parallel_config
@@ -54,7 +53,7 @@ def score(args: argparse.Namespace) -> None:
     check_model(args, config)
     policy = WeightSource(args.load, args.ckpt_step, "--load") if args.load else WeightSource(args.hf_checkpoint)
     reference = WeightSource(args.ref_load, args.ref_ckpt_step) if args.ref_load else None
-    loss = _loss(args, head=policy.head())
+    objective = _objective(args, head=policy.head())
     if reference:
         reference.head()  # it can be read: said before the data take their time
     parallel = parallel_config(args)
@@ -62,13 +61,13 @@ def score(args: argparse.Namespace) -> None:
     initialize(parallel, device=device, seed=args.seed, timeout_minutes=args.distributed_timeout_minutes)
     engine = Engine(
         config,
-        loss=loss,
+        objective=objective,
         device=device,
         dtype=torch.bfloat16 if args.bf16 else torch.float32,
         parallel=parallel,
         attention=args.attention_backend,
     )
-    dataset = _read(args, head=loss.head)
+    dataset = _read(args, head=objective.head)
     check_vocabulary(dataset, args, config)
     lines = _lines(args, dataset.report)
     batches = Batches(
@@ -84,14 +83,14 @@ def score(args: argparse.Namespace) -> None:
         fill_table(engine, batches, steps=batches.all_steps, after_each=lambda: None)
     policy.load(engine, seed=args.seed)
     values = _evaluate(engine, batches)
-    agree((lambda: _write(args.output, lines, loss, values)) if is_main_rank() else None)
+    agree((lambda: _write(args.output, lines, objective, values)) if is_main_rank() else None)
     if is_main_rank():
-        print(table([line.subset for line in lines if not line.dropped], loss, values))
+        print(table([line.subset for line in lines if not line.dropped], objective, values))
     shutdown()
 
 
-def _loss(args: argparse.Namespace, *, head: Head) -> Loss:
-    """The loss whose metrics are the scores."""
+def _objective(args: argparse.Namespace, *, head: Head) -> Objective:
+    """The objective whose metrics are the scores."""
     if head == "scalar":
         for flag, given in (("--ref-load", args.ref_load), ("--dpo-beta", args.dpo_beta)):
             if given is not None:
@@ -99,8 +98,8 @@ def _loss(args: argparse.Namespace, *, head: Head) -> Loss:
         return RewardModel()
     policy = {"loss_type": "dpo", "dpo_reference_free": args.ref_load is None}
     settled = argparse.Namespace(**{**vars(args), **policy})
-    settle_loss(settled)
-    return build_loss(settled)
+    settle_objective(settled)
+    return build_objective(settled)
 
 
 def _read(args: argparse.Namespace, *, head: Head) -> PairDataset:
@@ -148,7 +147,7 @@ def _value(row: Any, asked: str | None, usual: tuple[str, ...]) -> Any:
 
 
 def _evaluate(engine: Engine, batches: Batches) -> np.ndarray:
-    """The loss's metrics of every pair, [num_pairs, metrics]."""
+    """The objective's metrics of every group, [num_groups, metrics]."""
     quiet = None if is_main_rank() else True  # None: on a terminal
     steps = tqdm(batches.epoch(), total=batches.steps_per_epoch, desc="score", unit="batch", disable=quiet)
     values = np.concatenate([engine.evaluate(batches.batch(indices)) for indices in steps])
@@ -157,11 +156,12 @@ def _evaluate(engine: Engine, batches: Batches) -> np.ndarray:
     return values
 
 
-def _write(output: Path, lines: list[Line], loss: Loss, values: np.ndarray) -> None:
+def _write(output: Path, lines: list[Line], objective: Objective, values: np.ndarray) -> None:
     """One JSON object per line: its facts, and its numbers or why it has none."""
-    names = [name for name in loss.metric_names if name.endswith(("_chosen", "_rejected", "_margin"))]
-    columns = [loss.metric_names.index(name) for name in names]
-    correct = values[:, loss.metric_names.index("strict_accuracy")] == 1
+    shown = with_role(objective.metrics, "score", "reference", "margin")
+    names, columns = [metric.name for metric in shown], [objective.metrics.index(metric) for metric in shown]
+    (strict,) = with_role(objective.metrics, "strict")
+    correct = values[:, objective.metrics.index(strict)] == 1
     numbers = iter(zip(values[:, columns].tolist(), correct.tolist(), strict=True))
     aside = output.with_name(f".{output.name}.partial")
     try:
@@ -179,14 +179,14 @@ def _write(output: Path, lines: list[Line], loss: Loss, values: np.ndarray) -> N
         aside.unlink(missing_ok=True)
 
 
-def table(subsets: list[str], loss: Loss, values: np.ndarray) -> str:
+def table(subsets: list[str], objective: Objective, values: np.ndarray) -> str:
     """Means over the pairs of each subset, and over all of them."""
-    names = [name for name in loss.metric_names if name in ACCURACY_NAMES or name.endswith("_margin")]
+    names = [metric.name for metric in with_role(objective.metrics, "margin", "strict", "ties", "accuracy")]
     groups = {name: np.array([subset == name for subset in subsets]) for name in sorted(set(subsets) - {""})}
     groups["all"] = np.ones(len(values), dtype=bool)
     width = max(map(len, groups))
     lines = [f"{'':{width}}{'pairs':>10}" + "".join(f"{name:>20}" for name in names)]
     for group, members in groups.items():
-        means = pair_means(values[members], loss.metric_names, prefix="")
+        means = group_means(values[members], [metric.name for metric in objective.metrics], prefix="")
         lines.append(f"{group:{width}}{members.sum():>10,}" + "".join(f"{means[name]:>20.4f}" for name in names))
     return "\n".join(lines)

@@ -11,12 +11,14 @@ so that a step whose checkpoint is saved after its `log` is never missing. Invar
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from relax.console import Console
 from relax.errors import UserError
+from relax.objectives import Metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Tracker:
         total_steps: int,
         start_step: int,
         log_interval: int,
-        headline: tuple[str, ...],
+        headline: Mapping[str, Metric],
         wandb: WandbOptions | None,
         tensorboard_dir: Path | None,
         config: dict[str, Any],
@@ -47,7 +49,7 @@ class Tracker:
     ) -> None:
         """Open the log of a run that stands at `start_step` (0: a new run) of `total_steps`.
 
-        headline: keys of the metrics for the console, `train/...`. bar: a progress bar, or plain lines every
+        headline: the metrics for the console by their keys, `train/...`. bar: a progress bar, or plain lines every
         `log_interval` steps; None asks the terminal. Raises UserError where a log cannot be written or continued, or a
         service does not start.
         """

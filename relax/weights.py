@@ -75,7 +75,7 @@ def head_of(info: CheckpointInfo) -> Head:
 def load_weights(engine: Engine, info: CheckpointInfo, *, seed: int) -> None:
     """Only the model's weights, from a Megatron checkpoint."""
     check_vocabulary_rows(engine.hf_config, info)
-    head, state = engine.loss.head, model_state(engine)
+    head, state = engine.objective.head, model_state(engine)
     if info.head == "scalar" and head == "lm":
         raise UserError(f"{info.where}: a reward model's checkpoint; a policy needs one with an output layer")
     new_head = head == "scalar" and info.head != "scalar"

@@ -16,7 +16,7 @@ from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig
 from relax.backend.state import training_state
 from relax.backend.weights import hf_tensors, load_hf_weights
-from relax.losses import LOSSES, Loss
+from relax.objectives import OBJECTIVES, Objective
 from relax.packing import StepPlan, plan_step
 from relax.weights import resume
 from tests.models import VOCABULARY, TokenPair
@@ -40,7 +40,7 @@ OPTIONS = OptimizerOptions(
 
 def make_engine(
     directory: Path,
-    loss: str | Loss,
+    objective: str | Objective,
     *,
     dtype: torch.dtype = torch.float32,
     options: OptimizerOptions | None = OPTIONS,
@@ -49,8 +49,8 @@ def make_engine(
 ) -> Engine:
     """An engine with the directory's weights, ready to train; needs the `one_process` fixture."""
     config = read_hf_config(directory)
-    loss = LOSSES[loss]() if isinstance(loss, str) else loss
-    engine = Engine(config, loss=loss, device=CPU, dtype=dtype, parallel=ParallelConfig(), **overrides)
+    objective = OBJECTIVES[objective]() if isinstance(objective, str) else objective
+    engine = Engine(config, objective=objective, device=CPU, dtype=dtype, parallel=ParallelConfig(), **overrides)
     with on_device(CPU):
         load_hf_weights(engine.chunks, directory, config, seed=seed)
     if options:
@@ -65,17 +65,26 @@ def make_pairs(sizes: Iterable[tuple[int, int, int]], *, seed: int = 0, below: i
 
 
 def lengths_of(pairs: Sequence[TokenPair]) -> np.ndarray:
-    return np.array([[len(p.prompt), len(p.chosen), len(p.rejected)] for p in pairs])
+    return np.array([[len(p.prompt), len(p.chosen), len(p.rejected)] for p in pairs], dtype=np.int64).reshape(-1, 3)
 
 
-def make_batch(pairs: Sequence[TokenPair], *, plan: StepPlan | None = None, max_tokens: int = 80, **values: Any) -> Batch:
-    return Batch(pairs=pairs, plan=plan or plan_step(lengths_of(pairs), max_tokens=max_tokens), **values)
+def make_batch(
+    pairs: Sequence[TokenPair],
+    *,
+    plan: StepPlan | None = None,
+    max_tokens: int = 80,
+    margins: np.ndarray | None = None,
+    **values: Any,
+) -> Batch:
+    lengths = lengths_of(pairs)
+    plan = plan or plan_step(lengths, max_tokens=max_tokens)
+    return Batch(groups=pairs, plan=plan, lengths=lengths, columns={} if margins is None else {"margin": margins}, **values)
 
 
 def with_reference(engine: Engine, batch: Batch) -> Batch:
     """The batch with the engine's present scores as its reference, rounded as the table keeps them."""
     scores = engine.score(batch).astype(np.float32)
-    return Batch(pairs=batch.pairs, plan=batch.plan, references=scores, margins=batch.margins)
+    return dataclasses.replace(batch, references=scores)
 
 
 def parameters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -123,7 +132,7 @@ def assert_near(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor
 
 def column(engine: Engine, values: np.ndarray, name: str) -> np.ndarray:
     """One metric of every pair."""
-    return values[:, engine.loss.metric_names.index(name)]
+    return values[:, [metric.name for metric in engine.objective.metrics].index(name)]
 
 
 SIZES = [(9, 5, 8), (4, 11, 3), (12, 2, 6), (7, 7, 1), (3, 4, 9), (6, 3, 5), (8, 6, 2), (2, 9, 4)]
@@ -145,7 +154,7 @@ def train_and_resume(engine: Engine, *, distributed: bool = False, save: Path | 
             lengths_of(chosen), dp_size=engine.dp_size, max_tokens=60, microbatch_multiple=engine.microbatch_multiple
         )
         batch = make_batch(chosen, plan=plan)
-        batches.append(with_reference(engine, batch) if engine.loss.needs_reference else batch)
+        batches.append(with_reference(engine, batch) if engine.objective.needs_reference else batch)
     engine.prepare_training(dataclasses.replace(OPTIONS, distributed=distributed, overlap=distributed, clip_grad=1.0))
     if load:
         info = find_checkpoint(load, step=None, flag="--load")
@@ -156,7 +165,7 @@ def train_and_resume(engine: Engine, *, distributed: bool = False, save: Path | 
         results.append(engine.train_step(batches[step]))
         if save and step + 1 == SAVED:
             state = training_state(engine, step=SAVED, optimizer=True, rng=True, loading=False)
-            run = {"head": engine.loss.head, "arguments": {"use_distributed_optimizer": distributed}}
+            run = {"head": engine.objective.head, "arguments": {"use_distributed_optimizer": distributed}}
             save_checkpoint(save, step=SAVED, state=state, files={"relax_run.json": run})
     return {
         "values": [result.values.tolist() for result in results] + [engine.evaluate(batches[-2]).tolist()],

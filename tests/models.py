@@ -27,6 +27,18 @@ class TokenPair:
     chosen: np.ndarray
     rejected: np.ndarray
 
+    @property
+    def completions(self) -> tuple[np.ndarray, ...]:
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGroup:
+    """A prompt with any number of completions, as the layout reads it."""
+
+    prompt: np.ndarray
+    completions: tuple[np.ndarray, ...]
+
 
 END, PAD = "<|im_end|>", "<|endoftext|>"
 CHATML = (
@@ -136,7 +148,7 @@ def load(directory: Path, *, head: Any = "lm", dtype: torch.dtype = torch.float3
 
 @torch.no_grad()
 def scores(model: PreferenceModel, pairs: Any) -> torch.Tensor:
-    """Scores [2 * num_pairs] of one pack."""
+    """Scores [num_sequences] of one pack."""
     layout = build_layout(pairs, [False] * len(pairs), head=model.head, device=torch.device("cpu"))
     return model(layout.ids[None], None, None, packed_seq_params=layout)
 

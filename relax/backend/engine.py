@@ -1,13 +1,13 @@
-"""The engine: one model object that scores pairs, trains on them, and saves and restores itself.
+"""The engine: one model object that scores completions, trains on them, and saves and restores itself.
 
-A step is megatron-core's own schedule over this rank's micro-batches in its per-token-loss mode with pairs as the tokens:
-losses are summed over pairs and gradients are divided once by the global pair count, so neither depends on how pairs are
-packed, accumulated or spread over ranks. Per-pair values come back as one table in the step's pair order, the same on every
-rank: metrics are means over its rows, never means of means.
+A step is megatron-core's own schedule over this rank's micro-batches in its per-token-loss mode with groups as the tokens:
+losses are summed over groups (a pair, or another prompt with its completions) and gradients are divided once by the global
+number of groups, so neither depends on how groups are packed, accumulated or spread over ranks. Values of each group come back
+as one table in the step's order, the same on every rank: metrics are means over its rows, never means of means.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,44 +21,46 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from relax.backend.attention import choose_backend
 from relax.backend.device import runs_on_device
 from relax.backend.kernels import choose_kernels
-from relax.backend.layout import PackedLayout, Pair, build_layout
+from relax.backend.layout import Group, PackedLayout, build_layout
 from relax.backend.model import HFConfig, PreferenceModel, head_dim, transformer_config
 from relax.backend.moe import take_balance
 from relax.backend.optimizer import OptimizerOptions, build_optimizer, build_scheduler
 from relax.backend.parallel import ParallelConfig
-from relax.losses import Loss, PairScores
+from relax.objectives import Objective, Scores
 from relax.packing import StepPlan
 
-Layouts = tuple[tuple[tuple[int, ...], PackedLayout], ...]  # (positions of its pairs in the step, layout) of each micro-batch
+Layouts = tuple[tuple[np.ndarray, PackedLayout], ...]  # (positions of its groups in the step, layout) of each micro-batch
 
 
-class PairList(Protocol):
-    """Pairs by position, read when asked for, so that a rank reads only its own."""
+class GroupList(Protocol):
+    """Groups by position, read when asked for, so that a rank reads only its own."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, position: int, /) -> Pair: ...
+    def __getitem__(self, position: int, /) -> Group: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The pairs of one global step and where they go.
+    """The groups of one global step and where they go.
 
-    pairs: indexable by position in the step; references [num_pairs, 2]: reference log-probs of chosen and rejected, where
-    the loss needs them; margins [num_pairs]; layouts: what `Engine.lay_out` gave for them, where they were read ahead.
+    groups: indexable by position in the step; lengths [num_groups, 1 + K]: tokens of the prompt and of each completion, 0 where
+    a group has fewer than K; references [num_groups, K]: the reference's score of each completion, where the objective needs
+    them; columns {name: [num_groups]}: numbers of the rows; layouts: what `Engine.lay_out` gave, where they were read ahead.
     """
 
-    pairs: PairList
+    groups: GroupList
     plan: StepPlan
+    lengths: np.ndarray
     references: np.ndarray | None = None
-    margins: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     layouts: Layouts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """values [num_pairs, metrics], in the loss's `metric_names`; grad_norm before clipping; the learning rate used.
+    """values [num_groups, metrics], in the objective's order; grad_norm before clipping; the learning rate used.
 
-    moe_aux_loss: the routers' balancing loss without its coefficient, a mean over layers and pairs; None where it has none.
+    moe_aux_loss: the routers' balancing loss without its coefficient, a mean over layers and groups; None where it has none.
     """
 
     values: np.ndarray
@@ -67,8 +69,8 @@ class StepResult:
     moe_aux_loss: float | None = None
 
 
-# (positions of the micro-batch's pairs, its scores [num_pairs, 2]) -> (loss to minimise, per-pair values [num_pairs, k])
-PairFunction = Callable[[tuple[int, ...], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# (positions of a micro-batch's groups, its sequences' scores) -> (loss to minimise, the groups' values [num_groups, width])
+GroupFunction = Callable[[np.ndarray, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Engine:
@@ -78,14 +80,15 @@ class Engine:
         self,
         hf_config: HFConfig,
         *,
-        loss: Loss,
+        objective: Objective,
         device: torch.device,
         dtype: torch.dtype,
         parallel: ParallelConfig,
         attention: str = "auto",
         **config_overrides: Any,
     ) -> None:
-        self.hf_config, self.loss, self.device, self.dtype, self.parallel = hf_config, loss, device, dtype, parallel
+        self.hf_config, self.objective = hf_config, objective
+        self.device, self.dtype, self.parallel = device, dtype, parallel
         self.attention, self.attention_reason = choose_backend(
             attention, device=device, dtype=dtype, head_dim=head_dim(hf_config)
         )
@@ -113,7 +116,7 @@ class Engine:
             **self._overrides,
         )
         return [
-            PreferenceModel(config, self.hf_config, head=self.loss.head, vp_stage=stage, attention=self.attention).to(
+            PreferenceModel(config, self.hf_config, head=self.objective.head, vp_stage=stage, attention=self.attention).to(
                 self.device
             )
             for stage in (range(stages) if stages else [None])
@@ -149,64 +152,67 @@ class Engine:
             self.config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
 
     def score(self, batch: Batch) -> np.ndarray:
-        """Scores [num_pairs, 2] of chosen and rejected: summed log-probs (lm head) or rewards (scalar head). No gradients."""
+        """Scores [num_groups, K] of the completions, without gradients: summed log-probs (lm head) or rewards (scalar head); 0
+        where a group has fewer than K."""
+        width = batch.lengths.shape[1] - 1
 
-        def raw(positions: tuple[int, ...], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return scores.sum(), scores
+        def raw(positions: np.ndarray, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            table = scores.new_zeros(len(positions) * width)
+            table[self._tensor(np.flatnonzero(batch.lengths[positions, 1:]))] = scores
+            return scores.sum(), table.view(-1, width)
 
-        return self._run(batch, raw, width=2, train=False)
+        return self._run(batch, raw, width=width, train=False)
 
     def evaluate(self, batch: Batch) -> np.ndarray:
-        """Per-pair metrics [num_pairs, metrics] of the loss, without gradients."""
-        return self._run(batch, partial(self._pair_losses, batch), width=len(self.loss.metric_names), train=False)
+        """The objective's metrics of each group, [num_groups, metrics], without gradients."""
+        return self._run(batch, partial(self._losses, batch), width=len(self.objective.metrics), train=False)
 
     @runs_on_device
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step on the mean loss of the batch's pairs."""
+        """One optimizer step on the mean loss of the batch's groups."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        values = self._run(batch, partial(self._pair_losses, batch), width=len(self.loss.metric_names), train=True)
-        balance = take_balance(self.chunks, num_pairs=len(batch.pairs), device=self.device)
+        values = self._run(batch, partial(self._losses, batch), width=len(self.objective.metrics), train=True)
+        balance = take_balance(self.chunks, num_groups=len(batch.groups), device=self.device)
         lr = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(1)
         return StepResult(values=values, grad_norm=float(grad_norm), lr=float(lr), moe_aux_loss=balance)
 
-    def _pair_losses(self, batch: Batch, positions: tuple[int, ...], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        def column(table: np.ndarray | None, *at: int) -> torch.Tensor | None:
-            if table is None:
-                return None
-            rows = table[(np.array(positions, dtype=np.int64), *at)]
-            return torch.as_tensor(rows, dtype=scores.dtype, device=scores.device)
-
-        scores = scores.double()  # a few numbers: the loss is exact beside fp32 scores
-        chosen, rejected = scores.unbind(1)
-        losses, metrics = self.loss(
-            PairScores(
-                chosen=chosen,
-                rejected=rejected,
-                ref_chosen=column(batch.references, 0),
-                ref_rejected=column(batch.references, 1),
-                margin=column(batch.margins),
+    def _losses(self, batch: Batch, positions: np.ndarray, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = batch.lengths[positions, 1:]
+        present = lengths > 0
+        losses, metrics = self.objective(
+            Scores(
+                values=scores.double(),  # a few numbers: the loss is exact beside fp32 scores
+                lengths=self._tensor(lengths[present]).double(),
+                group=self._tensor(np.nonzero(present)[0]),
+                reference=None
+                if batch.references is None
+                else self._tensor(batch.references[positions][present].astype(np.float64)),
+                columns={name: self._tensor(column[positions].astype(np.float64)) for name, column in batch.columns.items()},
             )
         )
-        return losses.sum(), torch.stack([metrics[name] for name in self.loss.metric_names], 1)
+        return losses.sum(), torch.stack([metrics[metric.name] for metric in self.objective.metrics], 1)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     @runs_on_device
-    def _run(self, batch: Batch, function: PairFunction, *, width: int, train: bool) -> np.ndarray:
-        """megatron's schedule over this rank's micro-batches; the per-pair values of all ranks, [num_pairs, width] fp64."""
+    def _run(self, batch: Batch, function: GroupFunction, *, width: int, train: bool) -> np.ndarray:
+        """megatron's schedule over this rank's micro-batches; the values of all ranks' groups, [num_groups, width] fp64."""
         layouts = self.lay_out(batch) if batch.layouts is None else batch.layouts
         work = [(positions, layout.to(self.device)) for positions, layout in layouts]
         model = self.wrapped or self.chunks
         speaks = parallel_state.get_context_parallel_rank() == 0
 
-        def forward_step(iterator: Iterator[tuple[tuple[int, ...], PackedLayout]], chunk: Any) -> Any:
+        def forward_step(iterator: Iterator[tuple[np.ndarray, PackedLayout]], chunk: Any) -> Any:
             positions, layout = next(iterator)
             output = chunk(layout.ids[None], None, None, packed_seq_params=layout)
 
             def loss_function(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-                loss, values = function(positions, scores.view(-1, 2))
+                loss, values = function(positions, scores)
                 count = torch.tensor(len(positions) if speaks else 0, dtype=torch.int, device=self.device)
                 return loss, count, (positions, values.detach().double())
 
@@ -224,30 +230,30 @@ class Engine:
                 micro_batch_size=1,
                 forward_only=not train,
             )
-        return self._gather(results if speaks else [], num_pairs=len(batch.pairs), width=width)
+        return self._gather(results if speaks else [], num_groups=len(batch.groups), width=width)
 
     def lay_out(self, batch: Batch) -> Layouts:
         """This rank's micro-batches, read and laid out in main memory; a thread may do it while a step computes."""
         plan = batch.plan.ranks[parallel_state.get_data_parallel_rank()]
-        return tuple((micro.pairs, self._layout(batch, micro)) for micro in plan)
+        return tuple((np.array(micro.groups, dtype=np.int64), self._layout(batch, micro)) for micro in plan)
 
     def _layout(self, batch: Batch, micro: Any) -> PackedLayout:
         return build_layout(
-            [batch.pairs[i] for i in micro.pairs],
+            [batch.groups[i] for i in micro.groups],
             micro.shared,
-            head=self.loss.head,
+            head=self.objective.head,
             device=torch.device("cpu"),
             multiple=self.parallel.tensor if self.parallel.sequence else 1,
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=parallel_state.get_context_parallel_world_size(),
         )
 
-    def _gather(self, results: list[tuple[tuple[int, ...], torch.Tensor]], *, num_pairs: int, width: int) -> np.ndarray:
-        """Each pair's values come from one rank; adding zeros to them changes no bit."""
-        table = torch.zeros(num_pairs, width, dtype=torch.float64, device=self.device)
+    def _gather(self, results: list[tuple[np.ndarray, torch.Tensor]], *, num_groups: int, width: int) -> np.ndarray:
+        """Each group's values come from one rank; adding zeros to them changes no bit."""
+        table = torch.zeros(num_groups, width, dtype=torch.float64, device=self.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             for positions, values in results:
-                table[torch.tensor(positions, dtype=torch.int64, device=self.device)] = values
+                table[self._tensor(positions)] = values
         dist.all_reduce(table)
         gathered: np.ndarray = table.cpu().numpy()
         return gathered

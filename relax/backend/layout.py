@@ -1,13 +1,13 @@
-"""From pairs in a micro-batch to tensors: token rows, positions, attention blocks and the rows to score.
+"""From groups in a micro-batch to tensors: token rows, positions, attention blocks and the rows to score.
 
-Each pair becomes `prompt chosen prompt rejected`, or `prompt chosen rejected` where the plan shares its prompt; the rejected
-answer then attends to the prompt and itself alone, and its positions restart after the prompt. `prompt chosen` is one plain
-causal block either way. Padding rows (to a length
+A group, a prompt with its completions (a pair: two), becomes `prompt completion prompt completion ...`, or `prompt completion
+completion ...` where the plan shares its prompt; each completion after the first then attends to the prompt and itself alone,
+and its positions restart after the prompt. `prompt completion` is one plain causal block either way. Padding rows (to a length
 that the parallel layout divides) form a block of their own that nothing scores. Under context parallelism rank r holds
 chunks r and 2*size-1-r of the pack (zig-zag, so that causal work balances) and the key ranges still count in whole-pack rows.
 
-Invariants: every completion token is a target exactly once over the context-parallel ranks; scores come in the order
-(pair 0 chosen, pair 0 rejected, pair 1 chosen, ...); a query sees exactly its own sequence up to itself.
+Invariants: every completion token is a target exactly once over the context-parallel ranks; scores come in the order of the
+sequences (group 0's completions, group 1's, ...); a query sees exactly its own sequence up to itself.
 """
 
 import itertools
@@ -20,15 +20,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
-class Pair(Protocol):
-    """What the layout reads of a pair: token ids of the prompt and of both completions, each int [tokens]."""
+class Group(Protocol):
+    """What the layout reads of a group: token ids of its prompt and of each completion, int [tokens] each."""
 
     @property
     def prompt(self) -> np.ndarray: ...
     @property
-    def chosen(self) -> np.ndarray: ...
-    @property
-    def rejected(self) -> np.ndarray: ...
+    def completions(self) -> Sequence[np.ndarray]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,8 @@ class PackedLayout(PackedSeqParams):
     """One rank's micro-batch. `qkv_format` stays "sbhd" so that attention keeps [rows, 1, heads, head_dim].
 
     ids, positions [rows]; score_rows [num_targets]: the local rows whose output is scored; targets [num_targets]: the token
-    each predicts (lm head); target_counts [2 * num_pairs]: how many of them belong to each sequence, in order; real [rows]:
-    a pair's token, not padding.
+    each predicts (lm head); target_counts [num_sequences]: how many of them belong to each sequence, in order; real [rows]:
+    a group's token, not padding.
     """
 
     ids: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -92,6 +90,7 @@ class PackedLayout(PackedSeqParams):
     target_counts: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     real: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     blocks: tuple[Block, ...] = ()
+    num_groups: int = 0
     gathered_order: torch.Tensor | None = None  # context parallel: where each whole-pack row lies among the gathered rows
     masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     call: VarlenCall | None = None
@@ -103,10 +102,6 @@ class PackedLayout(PackedSeqParams):
             if isinstance(value, torch.Tensor):
                 setattr(self, name, value.to(device))
         return self
-
-    @property
-    def num_pairs(self) -> int:
-        return self.target_counts.size(0) // 2
 
     def mask(self, block: Block, device: torch.device) -> torch.Tensor | None:
         """The block's bottom-right causal mask [queries, keys], made once for all layers; None where it is a plain square."""
@@ -161,7 +156,7 @@ class _Pack:
 
 
 def build_layout(
-    pairs: Sequence[Pair],
+    groups: Sequence[Group],
     shared: Sequence[bool],
     *,
     head: Literal["lm", "scalar"],
@@ -170,21 +165,23 @@ def build_layout(
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> PackedLayout:
-    """Lay out whole pairs for one context-parallel rank; no pairs give the shortest pack of padding.
+    """Lay out whole groups for one context-parallel rank; no groups give the shortest pack of padding.
 
-    shared [num_pairs]: prompt laid out once; multiple: what the number of rows per rank must divide by (tensor-parallel size
+    shared [num_groups]: prompt laid out once; multiple: what the number of rows per rank must divide by (tensor-parallel size
     under sequence parallelism).
     """
     pack = _Pack()
-    for pair, share in zip(pairs, shared, strict=True):
-        prompt_row = _add_completion(pack, pair.prompt, pair.chosen, head=head)
-        _add_completion(pack, pair.prompt, pair.rejected, head=head, prompt_row=prompt_row if share else None)
+    for group, share in zip(groups, shared, strict=True):
+        prompt_row: int | None = None
+        for completion in group.completions:
+            first = _add_completion(pack, group.prompt, completion, head=head, prompt_row=prompt_row)
+            prompt_row = first if share else None
     step = multiple * (2 * cp_size if cp_size > 1 else 1)
     real = pack.rows
     padding = -pack.rows % step if pack.rows else max(step, 1)
     if padding:
         pack.add(np.zeros(padding, dtype=np.int64))
-    return _shard(pack, real=real, device=device, rank=cp_rank, size=cp_size)
+    return _shard(pack, real=real, num_groups=len(groups), device=device, rank=cp_rank, size=cp_size)
 
 
 def _add_completion(
@@ -204,7 +201,7 @@ def _add_completion(
     return prompt_row
 
 
-def _shard(pack: _Pack, *, real: int, device: torch.device, rank: int, size: int) -> PackedLayout:
+def _shard(pack: _Pack, *, real: int, num_groups: int, device: torch.device, rank: int, size: int) -> PackedLayout:
     chunk = pack.rows // (2 * size) if size > 1 else pack.rows
     owned = [_owned(r, size=size, chunk=chunk) for r in range(size)]
     blocks, base = [], 0
@@ -234,6 +231,7 @@ def _shard(pack: _Pack, *, real: int, device: torch.device, rank: int, size: int
         ids=tensor(np.concatenate(pack.ids)[rows]),
         positions=tensor(np.concatenate(pack.positions)[rows]),
         blocks=tuple(blocks),
+        num_groups=num_groups,
         score_rows=joined([r[k] for r, k in zip(score_rows, kept, strict=True)]),
         targets=joined([t[k] for t, k in zip(pack.targets, kept, strict=True)]),
         target_counts=tensor(np.array([k.sum() for k in kept])),

@@ -2,7 +2,7 @@
 
 The model ends in one of two heads. `lm`: per sequence, the sum of its completion tokens' log-probabilities. `scalar`: the
 reward head's output at the sequence's last token. Either way only the scored rows leave the last layer, and `forward` on
-the last pipeline stage returns scores [2 * num_pairs] in fp32 (fp64 for an fp64 model).
+the last pipeline stage returns scores [num_sequences] in fp32 (fp64 for an fp64 model).
 
 Families: Llama 3 / SmolLM2, Mistral, Qwen2 / Qwen2.5, Qwen3, Qwen3 MoE. A config that asks for anything this model does not
 compute exactly is refused.

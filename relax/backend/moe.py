@@ -8,10 +8,10 @@ dispatcher adds a token's outputs in one order, where megatron's scatter adds in
 The balancing loss of a micro-batch and layer is E sum_i f_i P_i (Fedus 2021, eq. 4): f_i the share of assignments that went to
 expert i, P_i its mean probability, over the real tokens, padding aside; 1 where all is even. The step minimises
 
-    mean over pairs of the loss  +  coefficient * sum over layers of the mean over pairs of their micro-batch's balancing loss
+    mean over groups of the loss  +  coefficient * sum over layers of the mean over groups of their micro-batch's balancing loss
 
 Invariants: every rank's part counts once, also under tensor, context, expert and pipeline parallelism and recompute; a
-micro-batch without pairs counts nothing. It depends on the packing plan, unlike everything else a step minimises.
+micro-batch without groups counts nothing. It depends on the packing plan, unlike everything else a step minimises.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.layout: PackedLayout | None = None  # of the micro-batch at hand, see `adopt_layers`
-        self.balance: torch.Tensor | float = 0.0  # this rank's part of the loss times pairs, summed over micro-batches
+        self.balance: torch.Tensor | float = 0.0  # this rank's part of the loss times groups, summed over micro-batches
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         logits = F.linear(input.flatten(0, 1), self.weight)
@@ -80,7 +80,7 @@ class Router(TopKRouter):
     def _attach_balance(self, weights: torch.Tensor, probs: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         layout = self.layout
         assert layout is not None
-        if not layout.num_pairs:
+        if not layout.num_groups:
             return weights
         real = layout.real
         if self.config.sequence_parallel:
@@ -90,7 +90,7 @@ class Router(TopKRouter):
         assignments = counts.sum()
         mass = (probs * real[:, None]).sum(0)  # of this rank's tokens; the loss is the sum of the ranks' parts
         loss = (mass * counts).sum() * self.num_experts * self.topk / assignments**2
-        loss = loss * layout.num_pairs  # the schedule divides by the step's pairs
+        loss = loss * layout.num_groups  # the schedule divides by the step's groups
         self.balance = self.balance + loss.detach()
         attached: torch.Tensor = MoEAuxLossAutoScaler.apply(weights, loss * self.config.moe_aux_loss_coeff)
         return attached
@@ -130,8 +130,8 @@ def adopt_layers(layers: Any) -> None:
         layer.register_forward_pre_hook(tell, with_kwargs=True)
 
 
-def take_balance(chunks: Sequence[Any], *, num_pairs: int, device: torch.device) -> float | None:
-    """The step's balancing loss, a mean over layers and pairs, and the count starts anew; None without a coefficient.
+def take_balance(chunks: Sequence[Any], *, num_groups: int, device: torch.device) -> float | None:
+    """The step's balancing loss, a mean over layers and groups, and the count starts anew; None without a coefficient.
 
     Collective over all ranks.
     """
@@ -143,7 +143,7 @@ def take_balance(chunks: Sequence[Any], *, num_pairs: int, device: torch.device)
         total += router.balance
         router.balance = 0.0
     dist.all_reduce(total)
-    return float(total) / (config.num_layers * max(num_pairs, 1))
+    return float(total) / (config.num_layers * max(num_groups, 1))
 
 
 class Experts(MegatronModule):

@@ -36,6 +36,11 @@ class TokenizedPair:
     rejected: np.ndarray
     margin: float = 0.0
 
+    @property
+    def completions(self) -> tuple[np.ndarray, ...]:
+        """Chosen, rejected."""
+        return self.chosen, self.rejected
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairBlock:
@@ -97,6 +102,11 @@ class PairDataset:
         """A complete cache entry, for data files that are called `paths` now."""
         meta = json.loads((directory / "meta.json").read_text())
         return cls(directory, report=DataReport.from_meta(meta["report"], title=title, paths=paths), meta=meta)
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Numbers of the rows, by name, each [num_pairs]."""
+        return {} if self.margins is None else {"margin": self.margins}
 
     def __len__(self) -> int:
         return len(self.lengths)

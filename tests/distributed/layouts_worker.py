@@ -21,8 +21,8 @@ from relax.backend.export import export_hf
 from relax.backend.model import read_hf_config
 from relax.backend.weights import load_hf_weights, weight_hashes
 from relax.errors import UserError
-from relax.losses import LOSSES
 from relax.memory import stage_parameters
+from relax.objectives import OBJECTIVES
 from relax.packing import plan_step
 from tests.engines import train_and_resume
 from tests.models import random_pairs
@@ -72,8 +72,8 @@ def train(
 
 
 def build(model: Path, head: str, layout: parallel.ParallelConfig, **overrides: Any) -> Engine:
-    loss = LOSSES["dpo" if head == "lm" else "rm"]()
-    engine = Engine(read_hf_config(model), loss=loss, device=CPU, dtype=torch.float32, parallel=layout, **overrides)
+    objective = OBJECTIVES["dpo" if head == "lm" else "rm"]()
+    engine = Engine(read_hf_config(model), objective=objective, device=CPU, dtype=torch.float32, parallel=layout, **overrides)
     for chunk in engine.chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
@@ -87,7 +87,7 @@ def run(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, o
         load_hf_weights(engine.chunks, model, config, seed=seed)
         check_padding(engine)
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        assert engine.num_parameters == stage_parameters(config, layout, head=engine.loss.head, stage=stage).total
+        assert engine.num_parameters == stage_parameters(config, layout, head=engine.objective.head, stage=stage).total
         hashes = weight_hashes(engine.chunks, config)
         export_hf(engine.chunks, config, source=model, output=output)
     pairs = random_pairs(vocab_size=config.vocab_size)
@@ -100,7 +100,10 @@ def run(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, o
         share_prompt=False,
         microbatch_multiple=engine.microbatch_multiple,
     )
-    return {"hashes": hashes, "scores": engine.score(Batch(pairs=pairs, plan=plan)).reshape(-1).tolist()}
+    return {
+        "hashes": hashes,
+        "scores": engine.score(Batch(groups=pairs, plan=plan, lengths=lengths)).reshape(-1).tolist(),
+    }
 
 
 def check_padding(engine: Engine) -> None:

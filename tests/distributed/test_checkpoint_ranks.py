@@ -26,7 +26,7 @@ from relax.backend.engine import Engine
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.state import load_training_state, training_state
 from relax.errors import UserError
-from relax.losses import LOSSES
+from relax.objectives import OBJECTIVES
 
 pytestmark = pytest.mark.distributed
 CPU, ROOT = torch.device("cpu"), Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def config() -> Any:
 
 def engine(*, seed: int) -> Engine:
     """A model of random weights after one optimizer step, the same on every rank and data-parallel size."""
-    made = Engine(config(), loss=LOSSES["dpo"](), device=CPU, dtype=torch.bfloat16, parallel=parallel.ParallelConfig())
+    made = Engine(config(), objective=OBJECTIVES["dpo"](), device=CPU, dtype=torch.bfloat16, parallel=parallel.ParallelConfig())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in made.chunks[0].parameters():

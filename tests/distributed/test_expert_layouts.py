@@ -28,7 +28,7 @@ from relax.backend.model import read_hf_config
 from relax.backend.parallel import ParallelConfig
 from relax.backend.state import training_state
 from relax.backend.weights import load_hf_weights, weight_hashes
-from relax.losses import LOSSES
+from relax.objectives import OBJECTIVES
 from relax.packing import StepPlan, plan_step
 from relax.weights import resume
 from tests.engines import OPTIONS, assert_near, lengths_of, make_batch, make_pairs, parameters, with_reference
@@ -75,7 +75,7 @@ def run(model: Path, layout: ParallelConfig, plans: Plans, *, distributed: bool,
     engine.prepare_training(options(distributed))
     steps = [engine.train_step(first)]
     state = training_state(engine, step=1, optimizer=True, rng=True, loading=False)
-    files = {"relax_run.json": {"head": engine.loss.head, "arguments": {"use_distributed_optimizer": distributed}}}
+    files = {"relax_run.json": {"head": engine.objective.head, "arguments": {"use_distributed_optimizer": distributed}}}
     save_checkpoint(place / "saved", step=1, state=state, files=files)
     steps.append(engine.train_step(second))
     return {**found, **outcome(engine, steps)}
@@ -100,9 +100,9 @@ def losses_in_bf16(model: Path, layout: ParallelConfig) -> list[float]:
 
 def build(model: Path, layout: ParallelConfig, *, dtype: torch.dtype = torch.float32) -> Engine:
     config = read_hf_config(model)
-    loss = LOSSES["rm" if "reward" in model.name else "dpo"]()
+    objective = OBJECTIVES["rm" if "reward" in model.name else "dpo"]()
     balance = {"moe_aux_loss_coeff": 0.1} if "experts" in model.name else {}
-    engine = Engine(config, loss=loss, device=CPU, dtype=dtype, parallel=layout, **balance)
+    engine = Engine(config, objective=objective, device=CPU, dtype=dtype, parallel=layout, **balance)
     for parameter in (p for chunk in engine.chunks for p in chunk.parameters()):
         parameter.data.fill_(torch.nan)  # what a load leaves out shows
     with on_device(CPU):
@@ -124,7 +124,7 @@ def batches_of(engine: Engine, plans: Plans) -> list[Batch]:
     batches = []
     for sizes, plan in zip(SIZES, plans or plans_of(engine.dp_size, engine.microbatch_multiple), strict=True):
         batch = make_batch(make_pairs(sizes, below=engine.hf_config.vocab_size), plan=plan)
-        batches.append(with_reference(engine, batch) if engine.loss.needs_reference else batch)
+        batches.append(with_reference(engine, batch) if engine.objective.needs_reference else batch)
     return batches
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from relax.backend.engine import Batch, Engine
-from relax.losses import DPO, RewardModel
-from relax.losses.base import PairScores
+from relax.backend.engine import Engine
+from relax.objectives import DPO, RewardModel
+from relax.objectives.base import Metric, Scores
 from relax.packing import MicroBatch, StepPlan, plan_step
 from tests.engines import (
     OPTIONS,
@@ -114,7 +114,7 @@ class Watched:
 
     inner: Any
     shift: float = 0.0
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
     needs_reference: ClassVar[bool] = True
 
     @property
@@ -122,16 +122,15 @@ class Watched:
         return self.inner.head
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        return self.inner.metric_names
+    def metrics(self) -> tuple[Metric, ...]:
+        return self.inner.metrics
 
-    def __call__(self, scores: PairScores) -> Any:
-        chosen, rejected = scores.chosen + self.shift, scores.rejected + self.shift
-        if chosen.requires_grad:
-            chosen.retain_grad()
-            rejected.retain_grad()
-            self.gradients.append((chosen, rejected))
-        return self.inner(replace(scores, chosen=chosen, rejected=rejected))
+    def __call__(self, scores: Scores) -> Any:
+        values = scores.values + self.shift
+        if values.requires_grad:
+            values.retain_grad()
+            self.gradients.append(values)
+        return self.inner(replace(scores, values=values))
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5])
@@ -139,7 +138,7 @@ def test_score_gradients_at_step_zero_are_half_beta(directories: dict[str, Path]
     loss = Watched(DPO(beta=beta))
     engine = make_engine(directories["dpo"], loss)
     engine.train_step(with_reference(engine, make_batch(make_pairs(SIZES))))
-    grads = [torch.stack((chosen.grad, rejected.grad), 1) for chosen, rejected in loss.gradients]
+    grads = [values.grad.view(-1, 2) for values in loss.gradients]
     assert torch.cat(grads).tolist() == [[-beta / 2, beta / 2]] * len(SIZES)  # the engine divides by the pairs at the end
 
 
@@ -149,7 +148,7 @@ def test_score_gradients_of_a_zero_reward_head_are_one_half(directories: dict[st
     torch.nn.init.zeros_(engine.chunks[0].score.weight)
     engine.prepare_training(OPTIONS)
     engine.train_step(make_batch(make_pairs(SIZES)))
-    grads = [torch.stack((chosen.grad, rejected.grad), 1) for chosen, rejected in loss.gradients]
+    grads = [values.grad.view(-1, 2) for values in loss.gradients]
     assert torch.cat(grads).tolist() == [[-0.5, 0.5]] * len(SIZES)
 
 
@@ -402,7 +401,7 @@ def test_weight_decay_spares_vectors(directories: dict[str, Path]) -> None:
     """With no gradient at all, only matrices shrink, by lr x decay."""
     engine = make_engine(directories["dpo"], "dpo", options=replace(OPTIONS, weight_decay=0.5, lr=0.01))
     before = parameters(engine)
-    engine.train_step(Batch(pairs=[], plan=StepPlan(((MicroBatch(),),)), references=np.zeros((0, 2))))
+    engine.train_step(make_batch([], plan=StepPlan(((MicroBatch(),),)), references=np.zeros((0, 2))))
     for name, tensor in parameters(engine).items():
         expected = before[name] * (1 - 0.005) if tensor.dim() > 1 else before[name]
         torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)

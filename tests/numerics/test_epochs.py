@@ -11,7 +11,7 @@ import torch
 
 from relax.backend.engine import Batch, Engine
 from relax.batches import Batches, Packing, ReadAhead, evaluate
-from relax.metrics import pair_means
+from relax.metrics import group_means
 from relax.reference import ReferenceTable
 from relax.reference_pass import fill_table, open_table
 from tests.engines import (
@@ -42,7 +42,7 @@ class Dataset:
     def __init__(self) -> None:
         rng = np.random.default_rng(2)
         self.pairs = make_pairs([tuple(size) for size in rng.integers(1, 20, (11, 3))])
-        self.lengths, self.margins = lengths_of(self.pairs), None
+        self.lengths, self.columns = lengths_of(self.pairs), {}
         self.fingerprint = "ab"
         self.hashes = rng.integers(0, 256, (11, 16), dtype=np.uint8)
 
@@ -159,7 +159,7 @@ def test_training_metrics_are_means_over_the_pairs(directory: Path) -> None:
     assert made.table is not None
     made.table.values -= np.arange(22, dtype=np.float32).reshape(11, 2)
     result = engine.train_step(made.batch(made.indices(1)[1]))
-    metrics = pair_means(result.values, engine.loss.metric_names, prefix="train/dpo/")
+    metrics = group_means(result.values, [metric.name for metric in engine.objective.metrics], prefix="train/dpo/")
     margins = column(engine, result.values, "reward_margin")
     assert metrics["train/dpo/loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), rel=1e-12)
     assert metrics["train/dpo/strict_accuracy"] == (margins > 0).mean()
@@ -175,7 +175,7 @@ def gradients_of(directory: Path) -> Callable[..., Any]:
     def run(**overrides: Any) -> Any:
         engine = make_engine(directory, "dpo", options=None)
         other = Engine(
-            engine.hf_config, loss=engine.loss, device=CPU, dtype=torch.float32, parallel=engine.parallel, **overrides
+            engine.hf_config, objective=engine.objective, device=CPU, dtype=torch.float32, parallel=engine.parallel, **overrides
         )
         other.chunks[0].load_state_dict(engine.chunks[0].state_dict())
         other.prepare_training(OPTIONS)

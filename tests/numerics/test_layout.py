@@ -12,7 +12,7 @@ from relax.backend import attention
 from relax.backend.attention import PackedAttention
 from relax.backend.layout import Block, PackedLayout, build_layout
 from tests.engines import CPU, make_pairs
-from tests.models import TokenPair, load, save_tiny
+from tests.models import TokenGroup, TokenPair, load, save_tiny
 
 SIZES = [(7, 5, 9), (12, 1, 4), (1, 6, 6), (20, 3, 1), (4, 8, 2)]
 
@@ -72,7 +72,19 @@ def test_pairs_follow_each_other_in_order() -> None:
     assert layout.ids.tolist() == np.concatenate(expected).tolist()
     assert layout.targets.tolist() == np.concatenate([x for p in pairs for x in (p.chosen, p.rejected)]).tolist()
     assert layout.target_counts.tolist() == [n for _, chosen, rejected in SIZES for n in (chosen, rejected)]
-    assert layout.num_pairs == len(pairs)
+    assert layout.num_groups == len(pairs)
+
+
+def test_a_prompt_stands_once_for_any_number_of_completions() -> None:
+    groups = [TokenGroup(ints(1, 2), (ints(3, 4), ints(5), ints(6, 7))), TokenGroup(ints(8), (ints(9),))]
+    layout = layout_of(groups, [True, False])
+    assert layout.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert layout.positions.tolist() == [0, 1, 2, 3, 2, 2, 3, 0, 1]
+    keys = ((0, 4),), ((0, 2), (4, 5)), ((0, 2), (5, 7)), ((7, 9),)
+    assert layout.blocks == tuple(Block(q0, q1, k) for (q0, q1), k in zip([(0, 4), (4, 5), (5, 7), (7, 9)], keys, strict=True))
+    assert layout.score_rows.tolist() == [1, 2, 1, 1, 5, 7] and layout.targets.tolist() == [3, 4, 5, 6, 7, 9]
+    assert layout.target_counts.tolist() == [2, 1, 2, 1] and layout.num_groups == 2
+    assert layout_of(groups).ids.tolist() == [1, 2, 3, 4, 1, 2, 5, 1, 2, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 6), (2, 6), (4, 8), (16, 16)])
@@ -88,7 +100,7 @@ def test_padding_is_a_block_of_its_own(multiple: int, rows: int) -> None:
 def test_no_pairs_give_the_shortest_pack(multiple: int, cp_size: int, rows: int) -> None:
     layout = layout_of([], multiple=multiple, cp_size=cp_size)
     assert layout.ids.tolist() == [0] * rows
-    assert layout.num_pairs == 0
+    assert layout.num_groups == 0
     assert layout.score_rows.shape == layout.targets.shape == layout.target_counts.shape == (0,)
 
 

@@ -147,14 +147,14 @@ def plain_step(loss: str, plan: StepPlan, coefficient: float) -> tuple[list[floa
     pairs, losses, balance = make_pairs(SIZES), {}, torch.zeros(())
     for micro in plan.ranks[0]:
         logits = []  # of every router, [layers, tokens, experts]
-        for i in micro.pairs:
+        for i in micro.groups:
             values = [sequence_score(stock, pairs[i], side, loss, logits) for side in ("chosen", "rejected")]
             h = values[0] - values[1]
             losses[i] = torch.log1p(torch.exp(-(0.1 * h if loss == "dpo" else h)))
         for layer in zip(*logits, strict=True):
             probs = torch.cat(layer).softmax(-1)
             share = torch.nn.functional.one_hot(probs.topk(2).indices, 4).sum((0, 1)) / (2 * len(probs))
-            balance = balance + len(micro.pairs) / len(pairs) * 4 * (share * probs.mean(0)).sum() / len(stock.model.layers)
+            balance = balance + len(micro.groups) / len(pairs) * 4 * (share * probs.mean(0)).sum() / len(stock.model.layers)
     total = torch.stack([losses[i] for i in range(len(pairs))]).mean() + coefficient * balance * len(stock.model.layers)
     total.backward()
     grads = {}
@@ -187,7 +187,7 @@ def sequence_score(stock: Any, pair: TokenPair, side: str, loss: str, logits: li
 def test_a_step_equals_plain_torch(step: Callable[..., Any], loss: str, coefficient: float) -> None:
     """The balancing loss belongs to the gradients and to a metric of its own, never to the pairs' losses."""
     plan = plan_step(lengths_of(make_pairs(SIZES)), max_tokens=60, share_prompt=False)
-    assert len({len(micro.pairs) for micro in plan.ranks[0]}) > 1
+    assert len({len(micro.groups) for micro in plan.ranks[0]}) > 1
     losses, balance, grads = plain_step(loss, plan, coefficient)
     engine, result = step(loss, plan=plan, moe_aux_loss_coeff=coefficient)
     np.testing.assert_allclose(result.values[:, 0], losses, rtol=2e-5)

@@ -37,7 +37,7 @@ def run(engine: Engine, steps: Sequence[int]) -> list[StepResult]:
     """Train on each step's own pairs."""
     results = []
     for step in steps:
-        references = np.full((len(SIZES), 2), -25.0) if engine.loss.needs_reference else None
+        references = np.full((len(SIZES), 2), -25.0) if engine.objective.needs_reference else None
         results.append(engine.train_step(make_batch(make_pairs(SIZES, seed=step), references=references)))
     return results
 

@@ -13,8 +13,8 @@ import pytest
 from relax import arguments, loss_flags
 from relax.arguments import build_parser, parse_args
 from relax.errors import UserError
-from relax.loss_flags import build_loss
-from relax.losses import DPO, RewardModel
+from relax.loss_flags import build_objective
+from relax.objectives import DPO, RewardModel
 
 MODEL = {
     "num_attention_heads": 4,
@@ -198,9 +198,9 @@ def test_an_unknown_flag_is_told_before_a_missing_one():
 
 
 def test_the_loss_is_built_from_its_flags():
-    assert build_loss(parse("--dpo-beta", "0.3", "--dpo-reference-free")) == DPO(beta=0.3, reference_free=True)
+    assert build_objective(parse("--dpo-beta", "0.3", "--dpo-reference-free")) == DPO(beta=0.3, reference_free=True)
     args = parse(loss="rm")
-    assert build_loss(args) == RewardModel()
+    assert build_objective(args) == RewardModel()
     assert not any(key.startswith("dpo_") for key in vars(args)), "the arguments hold the chosen loss's flags only"
 
 
@@ -227,10 +227,10 @@ class Toy:
 
 def test_a_new_loss_needs_no_line_in_the_parser(monkeypatch):
     for module in (arguments, loss_flags):
-        monkeypatch.setattr(module, "LOSSES", {"dpo": DPO, "toy": Toy})
-    assert build_loss(parse(loss="toy")) == Toy()
+        monkeypatch.setattr(module, "OBJECTIVES", {"dpo": DPO, "toy": Toy})
+    assert build_objective(parse(loss="toy")) == Toy()
     flags = ("--toy-label-smoothing", "0.1", "--toy-steps", "3", "--toy-kind", "b", "--toy-title", "x")
-    assert build_loss(parse(*flags, "--no-toy-averaged", loss="toy")) == Toy(0.1, 3, "b", "x", False)
+    assert build_objective(parse(*flags, "--no-toy-averaged", loss="toy")) == Toy(0.1, 3, "b", "x", False)
     assert parse(loss="toy").lr == 5e-7
     with pytest.raises(UserError, match=r"^--toy-label-smoothing must be at least 0 and below 0.5, got 0.5$"):
         parse("--toy-label-smoothing", "0.5", loss="toy")

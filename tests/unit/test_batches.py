@@ -13,8 +13,8 @@ import torch
 
 from relax.backend.engine import StepResult
 from relax.batches import Batches, Packing, ReadAhead, evaluate
-from relax.losses import LOSSES
 from relax.metrics import ModelShape, Work
+from relax.objectives import OBJECTIVES
 from relax.packing import laid_out_tokens, plan_step
 from relax.reference import ReferenceTable
 from relax.reference_pass import fill_table
@@ -30,7 +30,7 @@ class Dataset:
     def __init__(self, *, margins: bool = False) -> None:
         rng = np.random.default_rng(0)
         self.lengths = rng.integers(1, 12, (PAIRS, 3))
-        self.margins = np.linspace(0, 1, PAIRS, dtype=np.float32) if margins else None
+        self.columns = {"margin": np.linspace(0, 1, PAIRS, dtype=np.float32)} if margins else {}
         self.hashes = rng.integers(0, 256, (PAIRS, 16), dtype=np.uint8)
         self.read: list[int] = []
 
@@ -48,20 +48,20 @@ class Dataset:
 class Arithmetic:
     """An engine whose scores are a function of the pair's number; remembers every batch."""
 
-    loss: Any = field(default_factory=lambda: LOSSES["dpo"]())
+    objective: Any = field(default_factory=lambda: OBJECTIVES["dpo"]())
     scored: list[list[int]] = field(default_factory=list)
     plans: list[Any] = field(default_factory=list)
 
     def score(self, batch: Any) -> np.ndarray:
         assert batch.references is None
-        numbers = [int(batch.pairs[i].prompt[0]) for i in range(len(batch.pairs))]
+        numbers = [int(batch.groups[i].prompt[0]) for i in range(len(batch.groups))]
         self.scored.append(numbers)
         self.plans.append(batch.plan)
         return np.array([[-n, -n - 0.5] for n in numbers])
 
     def evaluate(self, batch: Any) -> np.ndarray:
-        numbers = np.array([float(batch.pairs[i].prompt[0]) for i in range(len(batch.pairs))])
-        return numbers[:, None] + np.arange(len(self.loss.metric_names))
+        numbers = np.array([float(batch.groups[i].prompt[0]) for i in range(len(batch.groups))])
+        return numbers[:, None] + np.arange(len(self.objective.metrics))
 
 
 def batches(
@@ -100,17 +100,17 @@ def test_a_batch_reads_only_the_pairs_that_are_asked_for() -> None:
     made.table.put(np.arange(PAIRS), np.arange(2 * PAIRS).reshape(PAIRS, 2))
     dataset: Any = made.dataset
     batch = made.batch(np.array([7, 2, 5]))
-    assert dataset.read == [] and len(batch.pairs) == 3
-    assert batch.pairs[1].prompt[0] == 2 and dataset.read == [2]
+    assert dataset.read == [] and len(batch.groups) == 3
+    assert batch.groups[1].prompt[0] == 2 and dataset.read == [2]
     assert batch.references.tolist() == [[14, 15], [4, 5], [10, 11]]
-    assert batch.margins.tolist() == dataset.margins[[7, 2, 5]].tolist()
+    assert batch.columns["margin"].tolist() == dataset.columns["margin"][[7, 2, 5]].tolist()
     expected = plan_step(dataset.lengths[[7, 2, 5]], dp_size=1, max_tokens=40, area_cost=0.001)
     assert batch.plan == expected
 
 
 def test_without_margins_or_table_a_batch_has_none() -> None:
     batch = batches(table=False).batch(np.array([1]))
-    assert batch.margins is None and batch.references is None
+    assert not batch.columns and batch.references is None
 
 
 def test_a_batch_without_its_reference_is_an_error() -> None:
@@ -126,7 +126,7 @@ def test_work_is_the_plans(dp_size: int) -> None:
     shared = np.zeros(4, dtype=bool)
     for rank in plan.ranks:
         for micro in rank:
-            shared[list(micro.pairs)] = micro.shared
+            shared[list(micro.groups)] = micro.shared
     assert shared.sum() > 0
     expected = Work.of(made.dataset.lengths[indices], shared, scores_tokens=True)
     assert made.work(indices, plan, scores_tokens=True) == expected
@@ -138,7 +138,7 @@ def test_padding_counts_as_laid_out_rows() -> None:
     plan = made.packing.plan(made.dataset.lengths[indices])
     rows = 0
     for micro in (micro for rank in plan.ranks for micro in rank):
-        tokens = laid_out_tokens(made.dataset.lengths[list(micro.pairs)], np.array(micro.shared)).sum() if micro.pairs else 0
+        tokens = laid_out_tokens(made.dataset.lengths[list(micro.groups)], np.array(micro.shared)).sum() if micro.groups else 0
         rows += max(8, -(-int(tokens) // 8) * 8)
     work = made.work(indices, plan, scores_tokens=True)
     assert work.rows == rows > work.tokens
@@ -273,12 +273,12 @@ def test_the_wait_for_the_batch_is_what_is_reported(computes_longer: bool) -> No
         if computes_longer:
             assert read_steps.acquire(timeout=10) and read_steps.acquire(timeout=10)  # this step, and the next
             read_steps.release()
-        return StepResult(np.ones((len(batch.pairs), 1)), grad_norm=1.0, lr=0.1)
+        return StepResult(np.ones((len(batch.groups), 1)), grad_norm=1.0, lr=0.1)
 
     run: Any = object.__new__(Run)
     run.ahead, run.train_set = ReadAhead(read, steps=range(1, 5)), made
     run.engine = SimpleNamespace(train_step=train_step)
-    run.loss = SimpleNamespace(head="lm", metric_names=("loss",))
+    run.objective, run.metric_names = SimpleNamespace(head="lm"), ["loss"]
     run.args, run.store, run.profiler = SimpleNamespace(loss_type="dpo"), None, None
     run.shape, run.peak_tflops, run.device = ModelShape(1, 1, 1, 1, 1), 1.0, torch.device("cpu")
     with mock.patch("torch.distributed.get_world_size", return_value=1):
@@ -298,7 +298,7 @@ def test_evaluation_is_one_mean_over_every_pair() -> None:
     metrics = evaluate(engine, made, prefix="eval/dpo_")
     assert metrics["eval/dpo_loss"] == 4.5
     assert metrics.pop("eval/dpo_num_pairs") == PAIRS
-    names = engine.loss.metric_names
+    names = [metric.name for metric in engine.objective.metrics]
     assert metrics == {f"eval/dpo_{n}": 4.5 + i for i, n in enumerate(names) if not n.startswith("ref_")}
     dataset: Any = made.dataset
     assert sorted(dataset.read) == list(range(PAIRS))

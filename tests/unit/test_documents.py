@@ -9,7 +9,7 @@ import pytest
 from relax.data import formats, sources
 from relax.data.columns import SYNONYMS, resolve_columns
 from relax.data.options import DataOptions
-from relax.losses import PairScores
+from relax.objectives import Scores
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,17 +60,17 @@ def test_both_readmes_have_the_same_parts() -> None:
         assert len(code) > 1 and code == translated
 
 
-def test_the_loss_of_the_readme_is_a_loss() -> None:
+def test_the_objective_of_the_readme_is_one() -> None:
     import torch
 
     (code,) = (code for code in blocks("README.md", "python") if "class Mine" in code)
     names: dict[str, Any] = {"__name__": "mine"}
     exec(code, names)
-    loss = names["Mine"](strength=0.5)
-    scores = {side: torch.tensor([value]) for side, value in (("chosen", 3.0), ("rejected", 1.0))}
-    references = {f"ref_{side}": torch.zeros(1) for side in scores}
-    losses, metrics = loss(PairScores(**scores, **references))
-    assert losses.tolist() == [0.0] and tuple(metrics) == loss.metric_names and loss.needs_reference and loss.head == "lm"
+    mine = names["Mine"](strength=0.5)
+    values, zeros = torch.tensor([3.0, 1.0, 1.0, 2.0]), torch.zeros(4)
+    losses, metrics = mine(Scores(values, lengths=zeros + 5, group=torch.tensor([0, 0, 1, 1]), reference=zeros))
+    assert losses.tolist() == [0.0, 1.5] and metrics["margin"].tolist() == [2.0, -1.0]
+    assert list(metrics) == [metric.name for metric in mine.metrics] and mine.needs_reference and mine.head == "lm"
 
 
 def test_the_reader_of_contributing_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

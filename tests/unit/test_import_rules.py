@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Modules that stand on nothing else of relax, each as the prefix of what it may import: itself.
-SELF_CONTAINED = ("relax.losses", "relax.packing", "relax.errors", "relax.metrics")
+SELF_CONTAINED = ("relax.objectives", "relax.packing", "relax.errors", "relax.metrics")
 
 
 def module_name(path: Path) -> str:
@@ -58,8 +58,8 @@ def test_module_keeps_the_import_rules(path: Path):
         ),
         ("relax.backend.engine", "import megatron.core", []),
         ("relax.backend.engine", "from relax import train", ["relax.train"]),
-        ("relax.losses.dpo", "from relax.losses.base import PairScores", []),
-        ("relax.losses.dpo", "from relax.errors import UserError", ["relax.errors", "relax.errors.UserError"]),
+        ("relax.objectives.dpo", "from relax.objectives.base import Scores", []),
+        ("relax.objectives.dpo", "from relax.errors import UserError", ["relax.errors", "relax.errors.UserError"]),
         ("relax.metrics", "from relax import packing", ["relax.packing"]),
     ],
 )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from relax.metrics import ModelShape, Work, pair_means, throughput
+from relax.metrics import ModelShape, Work, group_means, throughput
 
 LENGTHS = np.array([[3, 2, 1], [1, 4, 5]])
 SHAPE = ModelShape(num_layers=2, layer_parameters=100, attention_width=8, hidden_size=10, head_width=50)
@@ -11,14 +11,14 @@ SHAPE = ModelShape(num_layers=2, layer_parameters=100, attention_width=8, hidden
 
 def test_a_metric_is_one_mean_over_all_pairs() -> None:
     values = np.array([[1.0, 0.0], [2.0, 1.0], [6.0, 1.0]])
-    means = pair_means(values, ("loss", "strict_accuracy"), prefix="train/dpo/")
+    means = group_means(values, ("loss", "strict_accuracy"), prefix="train/dpo/")
     assert means == {"train/dpo/loss": 3.0, "train/dpo/strict_accuracy": 2 / 3}
     assert all(type(value) is float for value in means.values())
 
 
 def test_values_and_names_must_match() -> None:
     with pytest.raises(ValueError):
-        pair_means(np.zeros((3, 2)), ("loss",), prefix="")
+        group_means(np.zeros((3, 2)), ("loss",), prefix="")
 
 
 @pytest.mark.parametrize(

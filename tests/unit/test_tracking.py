@@ -11,9 +11,14 @@ import pytest
 
 from relax import console, tracking
 from relax.errors import UserError
+from relax.objectives import Metric
 from relax.tracking import Tracker, WandbOptions, cut_back
 
-HEADLINE = ("train/dpo/loss", "train/dpo/tie_aware_accuracy", "train/dpo/reward_margin")
+HEADLINE = {
+    "train/dpo/loss": Metric("loss", "loss"),
+    "train/dpo/tie_aware_accuracy": Metric("tie_aware_accuracy", "accuracy"),
+    "train/dpo/reward_margin": Metric("reward_margin", "margin"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -170,9 +175,12 @@ def test_plain_lines_every_interval_and_every_evaluation(tmp_path, capsys, monke
     ]
 
 
-@pytest.mark.parametrize("kept", [(), HEADLINE[:1], HEADLINE[2:]], ids=["none", "loss", "margin"])
+LOSS, _, MARGIN = HEADLINE
+
+
+@pytest.mark.parametrize("kept", [(), (LOSS,), (MARGIN,)], ids=["none", "loss", "margin"])
 def test_a_loss_without_the_usual_metrics_shows_those_it_has(tmp_path, capsys, kept):
-    shown = {HEADLINE[0]: "loss 0.6931, ", HEADLINE[2]: "margin -0.2500, "}
+    shown = {LOSS: "loss 0.6931, ", MARGIN: "margin -0.2500, "}
     metrics = {key: value for key, value in train(1).items() if key not in HEADLINE or key in kept}
     run = tracker(tmp_path)
     run.log(1, {**metrics, "eval/dpo_mine": 1.0, "eval/dpo_num_pairs": 3})
@@ -231,8 +239,9 @@ def test_tensorboard_events_read_back_without_the_repeated_steps(tmp_path):
 
 OFFLINE = """
 from pathlib import Path
+from relax.objectives import Metric
 from relax.tracking import Tracker, WandbOptions
-run = Tracker(log_dir=Path("log"), exp_name="first", total_steps=1, start_step=0, log_interval=1, headline=(),
+run = Tracker(log_dir=Path("log"), exp_name="first", total_steps=1, start_step=0, log_interval=1, headline={},
               wandb=WandbOptions(project="pairs", name="nice", mode=MODE), tensorboard_dir=None, config={}, bar=False)
 run.log(0, {"eval/dpo_loss": 0.5})
 run.log(1, {"train/dpo/loss": 0.5, "eval/held/dpo_loss": 0.25})

@@ -1,0 +1,105 @@
+"""What an objective is: a pure function of one score per sequence, and a declaration of what it needs and what it tells.
+
+The unit is a prompt with its completions, a group: a preference pair is a group of two. Invariants:
+- An objective sees scores, never tokens, batches or ranks: it returns a loss per group, and the engine sums over the groups
+  of the global batch and divides once by their number.
+- Its metrics are one value per group, declared by `metrics` and in its order, the loss first; what a metric is for, its role
+  says, and nothing guesses it from a name.
+- The command line reads the objectives' fields: these modules load torch when a loss is computed, so that `--help` answers
+  at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Head = Literal["lm", "scalar"]
+# loss: what is minimised; score: of one completion; reference: the frozen reference's; margin: of the better completion over
+# the worse one; strict, ties, accuracy: ranked right, equal, the first plus half the second; detail: anything else.
+Role = Literal["loss", "score", "reference", "margin", "strict", "ties", "accuracy", "detail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that an objective gives for each group, and logs as a mean over groups.
+
+    unit: "nats", or "" for a share or a number without one. better: the direction that training should move it in.
+    """
+
+    name: str
+    role: Role
+    unit: str = ""
+    better: Literal["higher", "lower"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of the sequences of some groups, a group's sequences side by side, best first.
+
+    values [num_sequences]: summed log-probabilities of the completion in nats (head "lm") or rewards (head "scalar").
+    lengths [num_sequences]: completion tokens. group [num_sequences]: which group a sequence belongs to, counted from 0.
+    reference [num_sequences]: the frozen reference's summed log-probabilities, where the objective needs them.
+    columns {name: [num_groups]}: what the objective `reads` of the rows; a name is missing where no row of the data has it.
+    All in fp64.
+    """
+
+    values: Tensor
+    lengths: Tensor
+    group: Tensor
+    reference: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [num_sequences] of groups of two as (chosen, rejected), each [num_groups]."""
+        chosen, rejected = values.view(-1, 2).unbind(1)
+        return chosen, rejected
+
+
+class Objective(Protocol):
+    """A frozen dataclass whose fields are its hyper-parameters; the command line derives one flag from each.
+
+    A field has a default, and carries `metadata={"help": ...}`. `__post_init__` raises ValueError for a bad value, naming field
+    and rule.
+    """
+
+    head: ClassVar[Head]
+    reads: ClassVar[tuple[str, ...]]  # columns of a row that it takes, by the names of `relax.data.columns`
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `Scores.reference` must be given."""
+        ...
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What it tells of each group, the loss first."""
+        ...
+
+    def __call__(self, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses [num_groups] to differentiate, and `metrics` {name: [num_groups]}."""
+        ...
+
+
+LOSS = Metric("loss", "loss", better="lower")
+ACCURACIES = (
+    Metric("strict_accuracy", "strict", better="higher"),
+    Metric("tie_rate", "ties"),
+    Metric("tie_aware_accuracy", "accuracy", better="higher"),
+)
+
+
+def accuracies(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """`ACCURACIES` of pairs: chosen above rejected, equal, the first plus half of the second; 0, 1/2 or 1, each [num_pairs]."""
+    strict = (chosen > rejected).to(chosen.dtype)
+    tie = (chosen == rejected).to(chosen.dtype)
+    return {metric.name: value for metric, value in zip(ACCURACIES, (strict, tie, strict + tie / 2), strict=True)}
+
+
+def with_role(metrics: Iterable[Metric], *roles: Role) -> tuple[Metric, ...]:
+    """Those of the metrics that play one of the roles, in their order."""
+    return tuple(metric for metric in metrics if metric.role in roles)
