@@ -20,7 +20,7 @@ from machine import describe_machine
 
 from relax.backend.device import select_device
 from relax.backend.engine import Batch, Engine
-from relax.backend.model import read_hf_config
+from relax.backend.families import read_hf_config
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig, initialize
 from relax.backend.weights import load_hf_weights

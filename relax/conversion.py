@@ -9,11 +9,12 @@ from relax.backend import parallel
 from relax.backend.checkpoint import CheckpointInfo
 from relax.backend.device import peak_memory_gib
 from relax.backend.export import export_hf
-from relax.backend.model import Head, read_hf_config
+from relax.backend.families import read_hf_config
 from relax.backend.streaming import StreamedModel, differences, read_hugging_face, read_megatron, save_megatron
 from relax.backend.tensor_files import TensorFiles
 from relax.backend.weight_table import SCORE
 from relax.errors import UserError
+from relax.objectives.base import Head
 from relax.weights import check_vocabulary_rows, find_weights, head_of
 
 CPU = torch.device("cpu")

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 
 from relax.backend import indexed
-from relax.backend.model import Head, HFConfig, model_shape, read_hf_config
+from relax.backend.families import HFConfig, model_shape, read_hf_config
 from relax.batches import Batches
 from relax.data import load_pairs
 from relax.data.held_out import check_held_out
 from relax.loss_flags import build_objective
 from relax.memory import Recompute, stage_bytes, stage_parameters
 from relax.metrics import ModelShape, Work
+from relax.objectives.base import Head
 from relax.packing import StepPlan
 from relax.settings import (
     check_model,

@@ -9,8 +9,9 @@ Ranks of one pipeline stage hold like amounts. Invariants:
 
 from dataclasses import dataclass
 
-from relax.backend.model import FAMILIES, Head, HFConfig, head_dim
+from relax.backend.families import HFConfig, attention_widths, family_of, head_dim
 from relax.backend.parallel import ParallelConfig
+from relax.objectives.base import Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,15 @@ class Parameters:
 def stage_parameters(config: HFConfig, layout: ParallelConfig, *, head: Head, stage: int) -> Parameters:
     """What a rank of pipeline stage `stage` (from 0) holds."""
     hidden, tensor, layers = config.hidden_size, layout.tensor, config.num_hidden_layers // layout.pipeline
-    qk_norm, qkv_bias = FAMILIES[config.model_type][:2]
-    width, key_value = _attention_widths(config)
+    family, (width, key_value) = family_of(config), attention_widths(config)
     projected = (width + 2 * key_value) // tensor
     layer = hidden * (projected + width // tensor) + 2 * hidden
-    layer += projected * qkv_bias + 2 * head_dim(config) * qk_norm
+    layer += projected * family.qkv_bias + 2 * head_dim(config) * family.qk_norm
     experts = 0
-    if number := _num_experts(config):
-        layer += hidden * number  # the router, which every rank holds whole
-        experts = number // layout.expert * 3 * hidden * config.moe_intermediate_size // (layout.expert_tensor or tensor)
+    if family.experts:
+        layer += hidden * config.num_experts  # the router, which every rank holds whole
+        width = config.moe_intermediate_size // (layout.expert_tensor or tensor)
+        experts = config.num_experts // layout.expert * 3 * hidden * width
     else:
         layer += 3 * hidden * config.intermediate_size // tensor
     vocabulary = -(-config.vocab_size // tensor) * hidden
@@ -106,20 +107,11 @@ def layer_activations(config: HFConfig, layout: ParallelConfig) -> float:
     """Values that one layer keeps for its backward, per token: the norms' inputs and outputs; query, key and value as they are
     projected, normed, rotated and laid out; attention's output; the gated MLP's inner values, an expert's for each of its
     tokens."""
-    hidden, (width, key_value) = config.hidden_size, _attention_widths(config)
+    hidden, family, (width, key_value) = config.hidden_size, family_of(config), attention_widths(config)
     between = 6 * hidden / (layout.tensor if layout.sequence else 1)
-    qk_norm = FAMILIES[config.model_type][0]
-    inner = (3 + qk_norm) * width + (4 + qk_norm) * key_value
-    if _num_experts(config):
+    inner = (3 + family.qk_norm) * width + (4 + family.qk_norm) * key_value
+    if family.experts:
         inner += config.num_experts_per_tok * (4 * hidden + 4 * config.moe_intermediate_size)
     else:
         inner += 3 * config.intermediate_size
     return between + inner / layout.tensor
-
-
-def _attention_widths(config: HFConfig) -> tuple[int, int]:
-    return config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
-
-
-def _num_experts(config: HFConfig) -> int:
-    return getattr(config, "num_experts", None) or 0

@@ -21,7 +21,7 @@ from relax.backend.checkpoint import CheckpointStore, find_checkpoint
 from relax.backend.device import is_main_rank, peak_tflops, select_device
 from relax.backend.engine import Batch, Engine
 from relax.backend.export import check_output
-from relax.backend.model import model_shape, read_hf_config
+from relax.backend.families import model_shape, read_hf_config
 from relax.backend.parallel import agree, initialize, main_rank_first
 from relax.batches import Batches, ReadAhead
 from relax.data import load_pairs

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from relax.backend import indexed
 from relax.backend.device import is_main_rank, select_device
 from relax.backend.engine import Engine
-from relax.backend.model import Head, read_hf_config
+from relax.backend.families import read_hf_config
 from relax.backend.parallel import agree, initialize, main_rank_first, shutdown
 from relax.batches import Batches
 from relax.data import DataReport, PairDataset, load_pairs
@@ -29,6 +29,7 @@ from relax.errors import UserError
 from relax.loss_flags import build_objective, settle_objective
 from relax.metrics import group_means
 from relax.objectives import Objective, RewardModel, with_role
+from relax.objectives.base import Head
 from relax.reference import ReferenceTable
 from relax.reference_pass import fill_table
 from relax.settings import check_model, check_vocabulary, data_options, packing, parallel_config

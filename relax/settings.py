@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from relax.backend.model import HFConfig, attention_window
+from relax.backend.families import HFConfig, attention_window
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig
 from relax.batches import Batches, Packing

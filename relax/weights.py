@@ -13,12 +13,13 @@ from typing import Any
 
 from relax.backend.checkpoint import CheckpointInfo, find_checkpoint, load_checkpoint
 from relax.backend.engine import Engine
-from relax.backend.model import Head, HFConfig
+from relax.backend.families import HFConfig
 from relax.backend.state import load_model_state, load_training_state, model_state, training_state
 from relax.backend.tensor_files import TensorFiles
 from relax.backend.weight_table import SCORE
 from relax.backend.weights import initialize_score, load_hf_weights, weight_hashes
 from relax.errors import UserError
+from relax.objectives.base import Head
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from relax.backend.checkpoint import find_checkpoint, save_checkpoint
 from relax.backend.device import on_device
 from relax.backend.engine import Batch, Engine
-from relax.backend.model import read_hf_config
+from relax.backend.families import read_hf_config
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig
 from relax.backend.state import training_state

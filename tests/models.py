@@ -14,8 +14,9 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
+from relax.backend.families import read_hf_config
 from relax.backend.layout import build_layout
-from relax.backend.model import PreferenceModel, read_hf_config, transformer_config
+from relax.backend.model import PreferenceModel, transformer_config
 from relax.backend.weights import load_hf_weights
 
 

@@ -20,9 +20,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from relax.backend.attention import choose_backend
 from relax.backend.device import runs_on_device
+from relax.backend.families import HFConfig, head_dim
 from relax.backend.kernels import choose_kernels
 from relax.backend.layout import Group, PackedLayout, build_layout
-from relax.backend.model import HFConfig, PreferenceModel, head_dim, transformer_config
+from relax.backend.model import PreferenceModel, transformer_config
 from relax.backend.moe import take_balance
 from relax.backend.optimizer import OptimizerOptions, build_optimizer, build_scheduler
 from relax.backend.parallel import ParallelConfig

@@ -22,7 +22,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from relax.backend.device import is_main_rank
-from relax.backend.model import HFConfig, PreferenceModel
+from relax.backend.families import HFConfig
+from relax.backend.model import PreferenceModel
 from relax.backend.parallel import agree
 from relax.backend.tensor_files import write_tensors
 from relax.backend.weights import hf_shapes, hf_tensors

@@ -3,17 +3,12 @@
 The model ends in one of two heads. `lm`: per sequence, the sum of its completion tokens' log-probabilities. `scalar`: the
 reward head's output at the sequence's last token. Either way only the scored rows leave the last layer, and `forward` on
 the last pipeline stage returns scores [num_sequences] in fp32 (fp64 for an fp64 model).
-
-Families: Llama 3 / SmolLM2, Mistral, Qwen2 / Qwen2.5, Qwen3, Qwen3 MoE. A config that asks for anything this model does not
-compute exactly is refused.
 """
 
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -25,87 +20,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from relax.backend.activation import SwiGLU
 from relax.backend.attention import Backend, PackedAttention
+from relax.backend.families import HFConfig, family_of, head_dim, inverse_frequencies
 from relax.backend.layout import PackedLayout
 from relax.backend.logprobs import target_logprobs
 from relax.backend.moe import adopt_layers, moe_options, use_own_experts
 from relax.backend.norm import RMSNorm
-from relax.errors import UserError
-from relax.metrics import ModelShape
-
-Head = Literal["lm", "scalar"]
-HFConfig: TypeAlias = transformers.PretrainedConfig
-
-FAMILIES = {  # model_type -> (query-key norm, bias on query, key and value)
-    "llama": (False, False),
-    "mistral": (False, False),
-    "qwen2": (False, True),
-    "qwen3": (True, False),
-    "qwen3_moe": (True, False),
-}
-
-
-def read_hf_config(directory: Path) -> HFConfig:
-    """The config of a Hugging Face model directory; UserError where it is missing, unreadable or of no known family.
-
-    Code that comes with the directory never runs.
-    """
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory}: no config.json there; --hf-checkpoint takes a Hugging Face model directory")
-    known = ", ".join(FAMILIES)
-    try:
-        kind = transformers.PretrainedConfig.get_config_dict(directory, local_files_only=True)[0].get("model_type")
-        if kind not in FAMILIES:  # before transformers advises to trust the directory's code, or to upgrade
-            raise UserError(f"{directory}/config.json: model_type {kind!r} is not supported; families: {known}")
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}/config.json: not a config relax can read ({error}); families: {known}") from None
-    _refuse_unsupported(config, where=f"{directory}/config.json")
-    return config
-
-
-def _refuse_unsupported(config: HFConfig, *, where: str) -> None:
-    rope = config.rope_parameters
-    rules = {
-        f"hidden_act {config.hidden_act!r} (only silu)": config.hidden_act != "silu",
-        "attention_bias true": config.model_type != "qwen2" and bool(getattr(config, "attention_bias", False)),
-        "mlp_bias true": bool(getattr(config, "mlp_bias", False)),
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) not in (None, 1.0),
-        f"rope_type {rope['rope_type']!r} (only default, linear, llama3)": rope["rope_type"]
-        not in ("default", "linear", "llama3"),
-    }
-    if config.model_type == "qwen3_moe":
-        rules |= {
-            f"decoder_sparse_step {config.decoder_sparse_step} (only 1)": config.decoder_sparse_step != 1,
-            f"mlp_only_layers {config.mlp_only_layers} (only none)": bool(config.mlp_only_layers),
-            "num_experts_per_tok 1 with norm_topk_prob": config.num_experts_per_tok == 1 and config.norm_topk_prob,
-        }
-    for what, present in rules.items():
-        if present:
-            raise UserError(f"{where}: {what} is not supported")
-
-
-def attention_window(config: HFConfig) -> int | None:
-    """The longest sequence [tokens] for which full attention equals the model's own; None where there is no limit."""
-    window: int | None = getattr(config, "sliding_window", None)
-    return window if getattr(config, "use_sliding_window", config.model_type == "mistral") else None
-
-
-def inverse_frequencies(config: HFConfig) -> torch.Tensor:
-    """RoPE inverse frequencies [head_dim / 2], fp32 (Su 2021; scaled as the config says, by transformers' own functions)."""
-    rope = config.rope_parameters
-    if rope["rope_type"] != "default":
-        inverse, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-        return inverse.float()
-    dim = head_dim(config)
-    return 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-
-
-def head_dim(config: HFConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+from relax.objectives.base import Head
 
 
 def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
@@ -114,7 +37,7 @@ def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any
     `perform_initialization` stays on with no-op functions: off, megatron leaves parameters untagged as tensor-parallel and
     their gradient norm is silently wrong. Fusions that need apex or Transformer Engine kernels are off.
     """
-    qk_norm, qkv_bias = FAMILIES[config.model_type]
+    family = family_of(config)
     values: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -128,8 +51,8 @@ def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any
         "activation_func": F.silu,
         "use_te_activation_func": True,  # megatron's name for "the layer spec brings the activation": SwiGLU
         "add_bias_linear": False,
-        "add_qkv_bias": qkv_bias,
-        "qk_layernorm": qk_norm,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -151,7 +74,7 @@ def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    return TransformerConfig(**{**values, **moe_options(config), **overrides})
+    return TransformerConfig(**{**values, **(moe_options(config) if family.experts else {}), **overrides})
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
@@ -263,21 +186,3 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, backend: Backen
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
-
-
-def model_shape(config: HFConfig, *, head: Head) -> ModelShape:
-    """What the model's FLOPs depend on."""
-    width = config.num_attention_heads * head_dim(config)
-    key_value = config.num_key_value_heads * head_dim(config)
-    hidden = config.hidden_size
-    if experts := getattr(config, "num_experts", None):  # a token meets the router and the experts that it chose
-        inner = hidden * experts + 3 * hidden * config.moe_intermediate_size * config.num_experts_per_tok
-    else:
-        inner = 3 * hidden * config.intermediate_size
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        layer_parameters=hidden * (2 * width + 2 * key_value) + inner,
-        attention_width=width,
-        hidden_size=hidden,
-        head_width=config.vocab_size if head == "lm" else 1,
-    )

@@ -35,9 +35,7 @@ from relax.backend.layout import PackedLayout
 
 
 def moe_options(config: Any) -> dict[str, Any]:
-    """megatron-core's options for the experts of a Hugging Face config; none for a dense model."""
-    if not getattr(config, "num_experts", None):
-        return {}
+    """megatron-core's options for the experts of a Hugging Face config."""
     return {
         "num_moe_experts": config.num_experts,
         "moe_router_topk": config.num_experts_per_tok,

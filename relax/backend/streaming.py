@@ -19,11 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from relax.backend.checkpoint import CheckpointInfo, CheckpointStore, load_checkpoint
 from relax.backend.device import on_device
-from relax.backend.model import Head, HFConfig, PreferenceModel, transformer_config
+from relax.backend.families import HFConfig
+from relax.backend.model import PreferenceModel, transformer_config
 from relax.backend.state import sharding_metadata
 from relax.backend.tensor_files import TensorFiles
 from relax.backend.weight_table import weight_plan
 from relax.backend.weights import check_source, fill, hf_tensors
+from relax.objectives.base import Head
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 _PIECE = 2**20  # elements compared at a time

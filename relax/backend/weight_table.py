@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from relax.backend.model import HFConfig, PreferenceModel
+from relax.backend.families import HFConfig
+from relax.backend.model import PreferenceModel
 
 Kind = Literal["replicated", "row", "gated", "qkv", "vocabulary"]
 

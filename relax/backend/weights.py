@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from relax.backend.model import HFConfig, PreferenceModel
+from relax.backend.families import HFConfig
+from relax.backend.model import PreferenceModel
 from relax.backend.parallel import agree
 from relax.backend.tensor_files import TensorFiles
 from relax.backend.weight_table import EMBEDDING, LM_HEAD, SCORE, SPLIT_AXIS, Entry, parts_of, weight_plan

@@ -18,7 +18,7 @@ from relax.backend import parallel
 from relax.backend.device import on_device
 from relax.backend.engine import Batch, Engine
 from relax.backend.export import export_hf
-from relax.backend.model import read_hf_config
+from relax.backend.families import read_hf_config
 from relax.backend.weights import load_hf_weights, weight_hashes
 from relax.errors import UserError
 from relax.memory import stage_parameters

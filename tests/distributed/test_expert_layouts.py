@@ -24,7 +24,7 @@ from relax.backend.checkpoint import find_checkpoint, save_checkpoint
 from relax.backend.device import on_device
 from relax.backend.engine import Batch, Engine
 from relax.backend.export import export_hf
-from relax.backend.model import read_hf_config
+from relax.backend.families import read_hf_config
 from relax.backend.parallel import ParallelConfig
 from relax.backend.state import training_state
 from relax.backend.weights import load_hf_weights, weight_hashes

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relax.backend.export import export_hf
-from relax.backend.model import read_hf_config
+from relax.backend.families import read_hf_config
 from relax.backend.weights import weight_hashes
 from tests.engines import BATCHES, assert_near, make_engine, train_and_resume
 from tests.models import load, random_pairs, save_tiny, scores

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from relax.backend.export import check_output, export_hf, padding_id
-from relax.backend.model import read_hf_config
+from relax.backend.families import read_hf_config
 from relax.backend.tensor_files import TensorFiles, write_tensors
 from relax.errors import UserError
 from tests.models import END, FAMILIES, PAD, TokenPair, load, random_pairs, save_tiny, scores, stock_logps

@@ -7,8 +7,9 @@ import pytest
 import torch
 import transformers
 
+from relax.backend.families import FAMILIES
 from relax.backend.layout import build_layout
-from relax.backend.model import FAMILIES, PreferenceModel, transformer_config
+from relax.backend.model import PreferenceModel, transformer_config
 from relax.backend.parallel import ParallelConfig
 from relax.memory import Recompute, layer_activations, stage_bytes, stage_parameters
 from tests.models import random_pairs, tiny_config
@@ -60,7 +61,7 @@ def test_a_layer_keeps_about_what_is_estimated(family: str) -> None:
 
 def a3b() -> transformers.PretrainedConfig:
     """The shape of Qwen3-30B-A3B."""
-    return transformers.Qwen3Config(
+    return transformers.Qwen3MoeConfig(
         vocab_size=151936,
         hidden_size=2048,
         intermediate_size=6144,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from relax.backend.device import on_device
-from relax.backend.model import model_shape, read_hf_config
+from relax.backend.families import model_shape, read_hf_config
 from relax.backend.moe import _grouped, _one_by_one
 from relax.errors import UserError
 from relax.packing import MicroBatch, StepPlan, plan_step

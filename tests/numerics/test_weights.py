@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from relax.backend.model import PreferenceModel, read_hf_config
+from relax.backend.families import read_hf_config
+from relax.backend.model import PreferenceModel
 from relax.backend.weights import hf_tensors, weight_hashes
 from relax.errors import UserError
 from tests.models import FAMILIES, load, random_pairs, save_tiny, scores, stock_logps
