@@ -24,7 +24,7 @@ def main(names: list[str]) -> int:
                 try:
                     ended = trial()
                 except (AssertionError, TimeoutError) as error:
-                    print(f"{name}: {where}: {error}"[:2000], file=sys.stderr, flush=True)
+                    print(f"{name}: {where}: {str(error)[-600:]}", file=sys.stderr, flush=True)
                     ended, wrong = "LOST", wrong + 1
                 times[where, ended] += 1
                 seconds[where, ended] = seconds.get((where, ended), 0.0) + time.monotonic() - start

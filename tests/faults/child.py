@@ -6,9 +6,11 @@ fault's trace before it happens, so that the trace's last line is where a killed
 changed.
 """
 
+import ctypes
 import dataclasses
 import json
 import os
+import pwd
 import resource
 import runpy
 import signal
@@ -26,8 +28,8 @@ class Fault:
 
     kind: "none"; "kill": SIGKILL before write `at`; "cut": killed by the first write beyond `at` bytes of a file; "error":
     write `at` fails with `errno`, and so do all that follow with `lasting`; "term": SIGTERM before write `at` and, with
-    `lasting`, before each that follows. clock: the time of day goes back by an hour at each look. homeless: HOME is not
-    set; uid: whose process it becomes. trace: where its writes are listed.
+    `lasting`, before each that follows. clock: the time of day goes back by an hour at each look. nobody: its
+    user has no name, no HOME and no rights beyond a file's permissions. trace: where its writes are listed.
     """
 
     trace: str
@@ -36,8 +38,7 @@ class Fault:
     errno: int = 0
     lasting: bool = False
     clock: bool = False
-    homeless: bool = False
-    uid: int | None = None
+    nobody: bool = False
 
     def arguments(self) -> list[str]:
         return [json.dumps(dataclasses.asdict(self))]
@@ -99,6 +100,19 @@ class Writes:
             raise OSError(fault.errno, os.strerror(fault.errno), path)
 
 
+def become_nobody() -> None:
+    """Lose what root has beyond others, as another user would whom the interpreter's files need not suffer."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3, this process; no capability
+    assert libc.capset(header, none) == 0, os.strerror(ctypes.get_errno())
+    os.environ.pop("HOME", None)
+
+    def unknown(uid: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    pwd.getpwuid = unknown
+
+
 def main() -> None:
     """Prepare the fault, then be the command."""
     fault = Fault(**json.loads(sys.argv[1]))
@@ -108,12 +122,8 @@ def main() -> None:
     if fault.clock:
         now, looks = time.time(), iter(range(1, 1 << 62))
         time.time = lambda: now - 3600.0 * next(looks)
-    if fault.homeless:
-        os.environ.pop("HOME", None)
-    if fault.uid is not None:
-        os.setgroups([])
-        os.setgid(fault.uid)
-        os.setuid(fault.uid)
+    if fault.nobody:
+        become_nobody()
     Writes(fault).listen()
     sys.argv = sys.argv[2:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

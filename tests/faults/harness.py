@@ -22,12 +22,11 @@ from tests.integration.command import Ended, Flags, Running, Server, command_lin
 from tests.models import save_tiny
 
 NUM_PAIRS = 20
-NOBODY = 65_534  # the user without rights
 FLAGS: Flags = {
     "loss_type": "dpo",
     "preference_max_length": 128,
     "preference_max_completion_length": 64,
-    "num_rollout": 3,
+    "num_rollout": 2,
     "global_batch_size": 8,
     "max_tokens_per_gpu": 512,
     "lr": 1e-3,
@@ -37,7 +36,7 @@ FLAGS: Flags = {
     "save": "out/run",
     "load": "out/run",
     "save_interval": 1,
-    "keep_checkpoints": 2,
+    "keep_checkpoints": 1,
 }
 WINDOWS = {  # beginnings of paths
     ".cache/relax/reference": "reference table",

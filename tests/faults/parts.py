@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.faults.harness import NOBODY, Bench, Command, Site, compare, outcome, some
+from tests.faults.harness import Bench, Command, Site, compare, outcome, some
 from tests.integration.command import Ended, Running, read_log, timeless
 
 Trials = Iterator[tuple[str, Callable[[], str]]]  # (where, the trial, which says how the command ended)
@@ -31,7 +31,7 @@ def commands(bench: Bench) -> list[Command]:
     """Every command that writes, with what it needs around it."""
     trained, warm = bench.root / "trained", bench.root / "warm"
     if not warm.exists():
-        bench.finished(bench.train("first")).rename(trained)
+        bench.finished(bench.train("first", keep_checkpoints=2)).rename(trained)
         shutil.copytree(trained / ".cache", warm / ".cache")
     model, pairs = ("--hf-checkpoint", str(bench.root / "model")), str(bench.root / "train.jsonl")
     tokens = ("--handler-name", "PreferencePairHandler", "--tokenizer-name-or-path", str(bench.root / "model"))
@@ -40,7 +40,7 @@ def commands(bench: Bench) -> list[Command]:
     return [
         bench.train("train", save_hf="out/hf"),
         bench.train("background", start=warm, async_save=True),
-        bench.train("again", start=trained, ckpt_step=2),
+        bench.train("again", start=trained, ckpt_step=1, keep_checkpoints=2),
         Command("preprocess", ("--input", pairs, "--output-prefix", "tokens/pairs", *tokens), module="relax.preprocess"),
         Command("to Megatron", ("hf-to-mcore", *model, "--save", "mcore"), module="relax.convert"),
         Command("to Hugging Face", to_hf, module="relax.convert", start=trained),
@@ -63,7 +63,7 @@ def sizes(bench: Bench, few: bool) -> Iterator[tuple[Command, int]]:
     for command in commands(bench):
         _, left = bench.undisturbed(command)
         found = sorted({len(content) - 1 for content in left.values() if isinstance(content, bytes) and len(content) > 1})
-        for size in found[len(found) // 2 :: len(found)] if few else found:
+        for size in found[-1:] if few else found:
             yield command, size
 
 
@@ -97,8 +97,8 @@ def refusals(bench: Bench, few: bool) -> Trials:
         return told(ended)
 
     for command, site, where in places(bench, few):
-        for code, lasting in REFUSALS[site.number % 3 :][: 1 if few else 3]:
-            yield f"{where}, {errno.errorcode[code]}", partial(trial, command, site, code, lasting)
+        code, lasting = REFUSALS[site.number % 3]
+        yield f"{where}, {errno.errorcode[code]}", partial(trial, command, site, code, lasting)
 
 
 def full(bench: Bench, few: bool) -> Trials:
@@ -122,6 +122,8 @@ def full(bench: Bench, few: bool) -> Trials:
         return told(ended)
 
     for command, size in sizes(bench, few):
+        if size < 4096:  # nor could messages be written
+            continue
         yield f"{command.name}: a limit on files", partial(limit, command, size)
     for kilobytes in DISKS[1:2] if few else DISKS:
         yield "train: a small disk", partial(tmpfs, commands(bench)[0], kilobytes)
@@ -129,13 +131,19 @@ def full(bench: Bench, few: bool) -> Trials:
 
 def done(ended: Ended) -> str:
     """The fault found no place: a background save may make fewer writes."""
-    assert ended.code == 0, ended
+    assert ended.code == 0, (ended.code, ended.err[-3000:])
     return "done"
 
 
 def told(ended: Ended) -> str:
     """A fault is one message and exit code 2, unless the command could do without that write."""
-    return "told" if ended.code and ended.error else done(ended)
+    if ended.code == 0:
+        return "done"
+    assert ended.code == 2 and ended.err.startswith("relax: error: ") and "Traceback" not in ended.err, (
+        ended.code,
+        ended.err[-3000:],
+    )
+    return "told"
 
 
 def signals(bench: Bench, few: bool) -> Trials:
@@ -147,8 +155,8 @@ def signals(bench: Bench, few: bool) -> Trials:
         return {0: "done", -signal.SIGTERM: "died"}.get(ended.code, "stopped")
 
     for command, site, where in places(bench, few):
-        for lasting in (site.number % 2 == 1,) if few else (False, True):
-            yield f"{where}, {'storm' if lasting else 'one'}", partial(trial, command, site, lasting)
+        lasting = site.number % 2 == 1
+        yield f"{where}, {'each' if lasting else 'one'}", partial(trial, command, site, lasting)
 
 
 def together(bench: Bench, few: bool) -> Trials:
@@ -170,8 +178,8 @@ def together(bench: Bench, few: bool) -> Trials:
         ends = [running.wait() for running in [bench.start(run, directory) for run in pair]]
         assert [ended.code for ended in ends] == [0, 0], ends
         one, two = (timeless(read_log(directory / f"log/{name}.jsonl")) for name in ("one", "two"))
-        assert one == two and len(one) == 3
-        tensors = [(directory / f"out/{name}/iter_0000003/__0_0.distcp").read_bytes() for name in ("one", "two")]
+        assert one == two and len(one) == 2
+        tensors = [(directory / f"out/{name}/iter_0000002/__0_0.distcp").read_bytes() for name in ("one", "two")]
         assert tensors[0] == tensors[1]
         return "both done"
 
@@ -245,7 +253,7 @@ def clock(bench: Bench, few: bool) -> Trials:
         return "resumed"
 
     yield "an hour back at each look", back
-    for at in (90,) if few else (15, 40, 90, 140):
+    for at in (80,) if few else (15, 40, 80):
         yield "files of tomorrow", partial(ahead, at)
 
 
@@ -276,30 +284,28 @@ def steps(bench: Bench, few: bool) -> Trials:
 
 
 def user(bench: Bench, few: bool) -> Trials:
-    """A user without HOME and name trains where the directory is theirs, and is told where it is not."""
-    uid = NOBODY if os.geteuid() == 0 else None  # who is not root has no more rights to give away
-
-    def run(command: Command, *, closed: bool) -> tuple[Ended, Path]:
-        directory = bench.directory(command)
-        if closed:
-            (directory / "closed").mkdir(mode=0o555)
-        if uid is not None:
-            os.chown(directory, uid, uid)
-        return bench.run(command, directory, uid=uid, homeless=True), directory
+    """A user without name, HOME and rights trains where the directory is theirs, and is told where it is not."""
 
     def own() -> str:
+        """Twice, since elementwise work may be done by other kernels where there is no home to keep compiled ones in."""
         command = bench.train("user", save_hf="out/hf")
-        ended, directory = run(command, closed=False)
-        compare(bench.undisturbed(command)[1], directory)
-        return done(ended)
+        directories = [bench.directory(command) for _ in range(2)]
+        for directory in directories:
+            ended = bench.run(command, directory, nobody=True)
+            assert ended.code == 0, ended.err[-3000:]
+        compare(outcome(directories[0]), directories[1])
+        return "done"
 
     def closed(flag: str, changes: dict[str, Any]) -> str:
-        ended, directory = run(bench.train("closed", **changes), closed=True)
+        command = bench.train("closed", **changes)
+        directory = bench.directory(command)
+        (directory / "closed").mkdir(mode=0o555)
+        ended = bench.run(command, directory, nobody=True)
         assert ended.error.startswith(f"{flag} closed/x is not writable"), ended
         assert [path.name for path in directory.iterdir()] == ["closed"]
         return "told"
 
-    yield "no HOME", own
+    yield "no name, no HOME", own
     for name in ("save", "save_hf", "log_dir", "data_cache_dir"):
         flag = "--" + name.replace("_", "-")
         yield f"no right to write, {flag}", partial(closed, flag, {"load": None, name: "closed/x"})
