@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relax.command import EvalData, Group, Parser, json_object, string_map
+from relax.command import EvalData, Group, Parser, json_object, path_text, string_map
 from relax.errors import UserError
 from relax.layout_rules import validate_layout
 from relax.loss_flags import add_objective_flags, settle_objective
@@ -128,11 +128,11 @@ def _add_checkpoints(group: Group) -> None:
     group.switch("--no-save-rng", "save checkpoints without random number states (resume with --no-load-rng)")
     group.switch("--no-load-optim", "resume with a fresh optimizer and scheduler")
     group.switch("--no-load-rng", "resume with random number states from --seed")
-    group.text(
+    group.other(
         "--save-hf",
-        None,
-        "export in Hugging Face format at each save and at the end; {iteration} becomes the step",
+        type=path_text,
         metavar="DIR",
+        help="export in Hugging Face format at each save and at the end; {iteration} becomes the step",
     )
     group.switch("--async-save", "write checkpoints in the background while training goes on")
     group.whole("--keep-checkpoints", None, "keep only the newest N checkpoints in --save (default: all)")
@@ -142,6 +142,7 @@ def _add_data(group: Group) -> None:
     group.other(
         "--prompt-data",
         nargs="+",
+        type=path_text,
         metavar="PATH",
         default=[],
         help="training pairs: JSONL, JSON, Parquet, Arrow or CSV files, directories of them, saved datasets, or tokenized "
@@ -150,6 +151,7 @@ def _add_data(group: Group) -> None:
     group.other(
         "--eval-prompt-data",
         nargs="+",
+        type=path_text,
         metavar="[NAME] PATH",
         default={},
         action=EvalData,

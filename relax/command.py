@@ -10,6 +10,7 @@ Invariants:
 
 import argparse
 import difflib
+import io
 import json
 import math
 import os
@@ -28,12 +29,16 @@ from relax.errors import UserError
 N = TypeVar("N", int, float)
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # they end a run in order
+LONG = 400  # characters of a value that a message repeats
 LOST = 3  # exit code of a rank whose connection to another one broke; `relax.launch` looks for the rank behind it
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
 
 
 def run_command(main: Callable[[], object]) -> None:
     """Run a command's `main`; a `UserError` becomes `relax: error: ...` on rank 0's standard error and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name or a row may hold what the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except UserError as error:
@@ -94,10 +99,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message, the flag first."""
-        raise UserError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        raise UserError(message if len(message) <= LONG else f"{message[:LONG]} ... ({len(message):,} characters)")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse all of `argv` (default: the process's); `UserError` for an argument that no flag takes."""
+        for argument in sys.argv[1:] if argv is None else argv:
+            if argument.startswith("--") and argument.endswith("=--"):  # argparse would make an empty list of it
+                raise UserError(f"{argument.removesuffix('=--')}: expected a value, not --")
         known, extras = self.parse_known_args(argv)
         unknown = [extra for extra in extras if extra.startswith("-")]
         if unknown:
@@ -173,8 +182,8 @@ class Group:
         self._add(flag, default=default, metavar=metavar, help=help_)
 
     def directory(self, flag: str, help_: str, *, default: Path | None = None) -> None:
-        """A `Path`; whether it must exist is checked later."""
-        self._add(flag, type=Path, default=default, metavar="DIR", help=help_)
+        """A `Path` that the system can look for; whether it must exist is checked later."""
+        self._add(flag, type=path, default=default, metavar="DIR", help=help_)
 
     def choice(self, flag: str, choices: Sequence[str], default: str | None, help_: str) -> None:
         """One of a few words."""
@@ -207,30 +216,54 @@ def number(
     def parse(text: str) -> N:
         try:
             value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{rule}, not {text!r}") from None
+            finite = math.isfinite(value)
+        except (ValueError, OverflowError):  # no number, or a whole one beyond every float
+            raise argparse.ArgumentTypeError(f"{rule}, not {shown(text)}") from None
         inside = (
-            math.isfinite(value)
+            finite
             and (at_least is None or value >= at_least)
             and (above is None or value > above)
             and (at_most is None or value <= at_most)
             and (below is None or value < below)
         )
         if not inside:
-            raise argparse.ArgumentTypeError(f"{rule}, not {text}")
+            raise argparse.ArgumentTypeError(f"{rule}, not {text if len(text) <= LONG else shown(text)}")
         return value
 
     return parse
+
+
+def path(text: str) -> Path:
+    """An argparse type: a path that the system can look for, whether or not anything is there."""
+    return Path(path_text(text))
+
+
+def path_text(text: str) -> str:
+    """`path`, as the text that it is."""
+    try:
+        os.stat(text)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # too long, a link to itself, below a directory that is closed to this user
+        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be a path: {error.strerror}") from None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be a path: it holds a NUL character") from None
+    return text
+
+
+def shown(text: str) -> str:
+    """A value as a message repeats it: no more of it than a person reads."""
+    return repr(text) if len(text) <= LONG else f"{text[:LONG]!r}... ({len(text):,} characters)"
 
 
 def json_object(text: str) -> dict[str, Any]:
     """An argparse type: a JSON object."""
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a JSON object, but {text!r} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, but {shown(text)} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'must be a JSON object such as \'{{"key": "value"}}\', not {text!r}')
+        raise argparse.ArgumentTypeError(f'must be a JSON object such as \'{{"key": "value"}}\', not {shown(text)}')
     return value
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from relax.command import STOPS, Group, Parser, ignore_stops, run_command, string_map
+from relax.command import STOPS, Group, Parser, ignore_stops, path, path_text, run_command, string_map
 from relax.errors import UserError
 
 REQUIRED = ("input", "tokenizer_name_or_path", "output_prefix", "handler_name")
@@ -67,26 +67,37 @@ def build_parser() -> Parser:
         description="Tokenize preference pairs or instructions once, into Megatron's indexed files. Every flag but --config is "
         "a key of the YAML file too, with underscores for dashes; a flag wins.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the keys below")
+    parser.add_argument("--config", type=path, metavar="FILE", help="YAML file of the keys below")
     group = Group(parser, "rows")
-    group.other("--input", nargs="+", metavar="PATH", help="data files, directories of them, or saved datasets (required)")
+    group.other(
+        "--input",
+        nargs="+",
+        type=path_text,
+        metavar="PATH",
+        help="data files, directories of them, or saved datasets (required)",
+    )
     group.text("--handler-name", None, "how rows are read, such as PreferencePairHandler (required)", metavar="NAME")
     group.json("--map-keys", string_map, 'canonical name -> column, such as {"prompt": "question"}; "" disables a name')
     group.whole("--seq-length", None, "drop and count rows with a side of more tokens (default: no limit)", at_least=2)
     group = Group(parser, "tokens")
-    group.text("--tokenizer-name-or-path", None, "directory of the tokenizer (required)", metavar="DIR")
+    group.other("--tokenizer-name-or-path", type=path_text, metavar="DIR", help="directory of the tokenizer (required)")
     group.choice("--tokenizer-type", ["PretrainedFromHF", "HuggingFaceTokenizer"], "PretrainedFromHF", "two names of one kind")
     group.text("--prompt-type", "auto", "chat template: auto is the tokenizer's own, others by name", metavar="NAME")
     group.other(
         "--prompt-type-path",
-        type=Path,
+        type=path,
         default=TEMPLATES,
         metavar="FILE",
         help="named templates (default: configs/model/templates.json)",
     )
     group.choice("--enable-thinking", list(THINKING), "none", "for templates that read it; none leaves it out")
     group = Group(parser, "output")
-    group.text("--output-prefix", None, "files are named PREFIX_packed_FIELD_document.{bin,idx} (required)", metavar="PREFIX")
+    group.other(
+        "--output-prefix",
+        type=path_text,
+        metavar="PREFIX",
+        help="files are named PREFIX_packed_FIELD_document.{bin,idx} (required)",
+    )
     group.whole("--workers", 1, "processes that tokenize; files of a few thousand rows take one")
     group.whole("--log-interval", 1000, "rows between two lines of progress")
     return parser

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax.command import Parser, run_command
+from relax.command import Parser, path, run_command
 from relax.errors import UserError
 
 Series = dict[int, float]  # step -> value, in order of steps
@@ -30,8 +30,8 @@ class RunLog:
 def main() -> None:
     """Print the summary of a log and write its curves."""
     parser = Parser(prog="python -m relax.report", description="A table and curves of a training run, from its log.")
-    parser.add_argument("log", type=Path, metavar="LOG.jsonl", help="the log of a run, log/NAME.jsonl")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where curves.png goes (default: LOG without .jsonl)")
+    parser.add_argument("log", type=path, metavar="LOG.jsonl", help="the log of a run, log/NAME.jsonl")
+    parser.add_argument("--output", type=path, metavar="DIR", help="where curves.png goes (default: LOG without .jsonl)")
     args = parser.parse()
     output = (args.output or args.log.with_suffix("")) / "curves.png"
     print(summary(args.log))

@@ -166,7 +166,8 @@ class RunSetup:
         report = {title: batches.dataset.report.to_json() for title, batches in self.sets.items()}
         directory = self.args.log_dir / self.args.exp_name
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "data_report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        (directory / "data_report.json").write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def _prepare_weights(self) -> None:
         """The reference's numbers first, while the model alone is in memory; then the policy's weights, then the optimizer."""

@@ -6,10 +6,9 @@ head the weights have, a reward model's or a language model's, is read from them
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from relax.arguments import build_parser, settle_layout
-from relax.command import Group, Parser, run_command
+from relax.command import Group, Parser, path, path_text, run_command
 from relax.errors import UserError
 from relax.validation import check_needs, read_model_config
 
@@ -62,9 +61,14 @@ def build_score_parser() -> Parser:
     model.shared(training, "--ref-ckpt-step", "--dpo-beta")
     data = Group(parser, "data")
     data.other(
-        "--prompt-data", nargs="+", metavar="PATH", default=[], help="pairs to score: whatever training reads (required)"
+        "--prompt-data",
+        nargs="+",
+        type=path_text,
+        metavar="PATH",
+        default=[],
+        help="pairs to score: whatever training reads (required)",
     )
-    data.other("--output", type=Path, metavar="FILE", help="where the JSON lines go, one per row; a new file (required)")
+    data.other("--output", type=path, metavar="FILE", help="where the JSON lines go, one per row; a new file (required)")
     data.text("--subset-key", None, "column that divides the table (default: subset, where rows have it)", metavar="COLUMN")
     data.text(
         "--pair-id-key", None, "column that names a pair (default: id or prompt_id, where rows have it)", metavar="COLUMN"

@@ -47,7 +47,8 @@ def check_combinations(args: argparse.Namespace) -> None:
     _check_amounts(args)
     _check_recompute(args)
     if args.exp_name is not None:
-        plain = args.exp_name not in ("", ".", "..") and "/" not in args.exp_name
+        plain = args.exp_name not in ("", ".", "..") and not {"/", "\0"} & set(args.exp_name)
+        plain = plain and len(os.fsencode(args.exp_name)) <= 200
         _require(plain, f"--exp-name {args.exp_name!r} must be a plain name: it becomes a file name in --log-dir")
 
 

@@ -141,8 +141,11 @@ def _set_padding(directory: Path, config: HFConfig) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             file = directory / name
             if file.is_file():
-                values = {**json.loads(file.read_text()), "pad_token": tokenizer.convert_ids_to_tokens(token_id)}
-                file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+                values = {
+                    **json.loads(file.read_text(encoding="utf-8")),
+                    "pad_token": tokenizer.convert_ids_to_tokens(token_id),
+                }
+                file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return token_id
 
 

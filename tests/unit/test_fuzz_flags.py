@@ -26,7 +26,7 @@ MODEL = {
     "num_experts": 4,
 }
 NUMBERS = (
-    "0", "1", "2", "4", "-1", "7", "64", "1e-3", "0.5", "1e400", "-0.0", "nan", "inf", "1_000", " 3 ", "٣", "0x10", "", "1.",
+    "1", "2", "4", "0", "-1", "7", "64", "1e-3", "0.5", "1e400", "-0.0", "nan", "inf", "1_000", " 3 ", "٣", "0x10", "", "1.",
     "9" * 5_000, "1" + "0" * 400, str(2**31), str(2**63), str(2**64), "1e-400", "3,5", "True", "--", "½",
 )  # fmt: skip
 PATHS = (
@@ -34,11 +34,29 @@ PATHS = (
     "/".join("a" * 3_000), "nul\0byte", "line\nbreak", "half\udcff", "é", "*", "[", "~", "$HOME", "{iteration}", "{", "}{",
     "{iteration}{iteration}", "/dev/null", "/dev/null/x", "/proc/self/mem", "loop", "dangling", "closed", "checkpoints", "-",
 )  # fmt: skip
-TEXTS = ("", "prompt", "x" * 5_000, "a/b", ".", "..", "nul\0", "half\udcff", "\n", "{}", "%s", "%(prog)s", "{0}", "名")
+TEXTS = (
+    "prompt",
+    "name",
+    "chosen",
+    "x y",
+    "",
+    "x" * 5_000,
+    "a/b",
+    ".",
+    "..",
+    "nul\0",
+    "half\udcff",
+    "\n",
+    "{}",
+    "%s",
+    "%(prog)s",
+    "{0}",
+    "名",
+)
 JSONS = (
-    "{}", '{"a": "b"}', '{"a": 1}', "[]", "null", "1", '"a"', "{", "}", "[" * 100_000, '{"a": ' * 5_000, "9" * 5_000,
-    '{"a": NaN}', '{"a": 1e999}', '{"\\ud800": "x"}', '{"enable_thinking": false}', "{'a': 1}", '{"a": "b", "a": "c"}', "",
-    '{"chat_template": 1}', '{"tokenize": true}', '{"a": 1' + "0" * 5_000 + "}",
+    "{}", '{"a": "b"}', '{"from": "role"}', '{"a": 1}', "[]", "null", "1", '"a"', "{", "}", "[" * 100_000, '{"a": ' * 5_000,
+    "9" * 5_000, '{"a": NaN}', '{"a": 1e999}', '{"\\ud800": "x"}', '{"enable_thinking": false}', "{'a': 1}", "",
+    '{"a": "b", "a": "c"}', '{"chat_template": 1}', '{"tokenize": true}', '{"a": 1' + "0" * 5_000 + "}",
 )  # fmt: skip
 
 
@@ -52,7 +70,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).mkdir(parents=True)
     Path("hf/config.json").write_text(json.dumps(MODEL))
     Path("train.jsonl").write_text("{}\n")
-    Path("data.yaml").write_text("input: train.jsonl\n")
+    Path("data.yaml").write_text(
+        "input: train.jsonl\ntokenizer_name_or_path: hf\noutput_prefix: tokens\nhandler_name: PreferencePairHandler\n"
+    )
     Path("loop").symlink_to("loop")
     Path("dangling").symlink_to("nothing")
     Path("closed").chmod(0)
@@ -73,6 +93,8 @@ def values(action: argparse.Action, generator: random.Random) -> list[str]:
         pool = TEXTS
     if generator.random() < 0.05:
         pool = generator.choice((NUMBERS, PATHS, TEXTS, JSONS))
+    if generator.random() < 0.6:  # what each pool begins with is good in most places
+        pool = pool[:4]
     many = action.nargs in ("+", "*")
     return [generator.choice(pool) for _ in range(generator.choice((1, 1, 2, 3)) if many else 1)]
 
