@@ -7,6 +7,7 @@ Invariants:
 """
 
 import argparse
+import contextlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,7 +178,8 @@ def _write(output: Path, lines: list[Line], objective: Objective, values: np.nda
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what keeps the output from being written may keep this from being deleted
+            aside.unlink()
 
 
 def table(subsets: list[str], objective: Objective, values: np.ndarray) -> str:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,15 +207,3 @@ def bench() -> Iterator[Bench]:
         root.chmod(0o755)
         with Server(root / "jobs") as server:
             yield Bench(server, root)
-
-
-def some(sites: Sequence[Site], count: int | None) -> list[Site]:
-    """At most `count` of each window, spread over it; all for None."""
-    if count is None:
-        return list(sites)
-    chosen: list[Site] = []
-    for window in dict.fromkeys(site.window for site in sites):
-        inside = [site for site in sites if site.window == window]
-        step = max(1, len(inside) / count)
-        chosen += [inside[int(i * step)] for i in range(min(count, len(inside)))]
-    return sorted(chosen, key=lambda site: site.number)
