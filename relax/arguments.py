@@ -20,6 +20,7 @@ from relax.errors import UserError
 from relax.layout_rules import validate_layout
 from relax.loss_flags import add_objective_flags, settle_objective
 from relax.objectives import OBJECTIVES
+from relax.places import real
 from relax.validation import check_combinations, check_files, read_model_config
 
 DEFAULT_LR = {"lm": 5e-7, "scalar": 1e-5}  # by the head that the loss trains
@@ -89,7 +90,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     default("wandb_project", "relax")
     default("profile_step_start", 10)
     default("profile_step_end", args.profile_step_start + 2)
-    name = args.save.resolve().name if args.save else f"{args.loss_type}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = real(args.save).name if args.save else f"{args.loss_type}-{time.strftime('%Y%m%d-%H%M%S')}"
     default("exp_name", f"{name}-eval" if args.skip_train else name)  # an evaluation must not touch the run's own log
     default("wandb_name", args.exp_name)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from relax.arguments import build_parser
 from relax.command import Group, Parser, run_command
 from relax.errors import UserError
+from relax.places import check_apart
 from relax.validation import read_model_config
 
 # What each command must be given.
@@ -50,6 +51,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     read_model_config(args.hf_checkpoint)
     if args.save:
         _check_new(args.save)
+        inputs = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in needed if flag != "--save"]
+        check_apart(inputs=inputs, outputs=[("--save", args.save)])
     return args
 
 

@@ -18,6 +18,7 @@ import yaml
 
 from relax.command import STOPS, Group, Parser, ignore_stops, path, path_text, run_command, string_map
 from relax.errors import UserError
+from relax.places import check_apart
 
 REQUIRED = ("input", "tokenizer_name_or_path", "output_prefix", "handler_name")
 TEMPLATES = Path(__file__).parents[1] / "configs" / "model" / "templates.json"
@@ -55,6 +56,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise UserError(f"{config or 'without --config'}: {', '.join(missing)} must be given; see --help for all keys")
     if not Path(args.tokenizer_name_or_path).is_dir():
         raise UserError(f"tokenizer_name_or_path {args.tokenizer_name_or_path}: no such directory")
+    inputs = [*(("input", path) for path in args.input), ("tokenizer_name_or_path", args.tokenizer_name_or_path)]
+    check_apart(inputs=inputs, outputs=[("output_prefix", f"{args.output_prefix}_packed_")])
     args.enable_thinking = THINKING[args.enable_thinking]
     return args
 

@@ -16,6 +16,7 @@ from relax.backend.state import training_state
 from relax.batches import evaluate
 from relax.errors import UserError
 from relax.metrics import group_means, throughput
+from relax.places import ITERATION
 from relax.report import curves, summary
 from relax.run_setup import RunSetup
 
@@ -110,7 +111,7 @@ class Run(RunSetup):
     def _export(self, step: int) -> None:
         args = self.args
         if args.save_hf:
-            output = Path(args.save_hf.replace("{iteration}", str(step)))
+            output = Path(args.save_hf.replace(ITERATION, str(step)))
             export_hf(
                 self.engine.chunks,
                 self.hf_config,

@@ -29,6 +29,7 @@ from relax.data.held_out import check_held_out
 from relax.errors import UserError
 from relax.loss_flags import build_objective
 from relax.objectives import with_role
+from relax.places import step_paths
 from relax.profiling import StepProfiler
 from relax.reference_pass import fill_table, open_table
 from relax.settings import (
@@ -70,7 +71,8 @@ class RunSetup:
         self.hf_config = read_hf_config(args.hf_checkpoint)
         check_model(args, self.hf_config)
         if args.save_hf:
-            check_output(Path(args.save_hf.replace("{iteration}", "0")), source=args.hf_checkpoint)
+            for output in step_paths(args.save_hf):
+                check_output(output, source=args.hf_checkpoint)
         parallel = parallel_config(args)
         initialize(
             parallel,

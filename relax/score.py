@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from relax.arguments import build_parser, settle_layout
 from relax.command import Group, Parser, path, path_text, run_command
 from relax.errors import UserError
+from relax.places import check_apart
 from relax.validation import check_needs, read_model_config
 
 
@@ -36,6 +37,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise UserError(f"--output {args.output} exists: remove it, or choose another file")
     if not args.output.absolute().parent.is_dir():
         raise UserError(f"--output {args.output}: {args.output.parent} is not a directory")
+    named = [("--hf-checkpoint", args.hf_checkpoint), ("--load", args.load), ("--ref-load", args.ref_load)]
+    inputs = [*((flag, path) for flag, path in named if path), *(("--prompt-data", path) for path in args.prompt_data)]
+    check_apart(inputs=inputs, outputs=[("--output", args.output), ("--data-cache-dir", args.data_cache_dir)])
     settle_layout(args, read_model_config(args.hf_checkpoint))
     return args
 

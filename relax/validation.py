@@ -2,7 +2,7 @@
 
 Strategy: `check_combinations` sees the flags as given (None: not given), `check_files` the disk; `relax.layout_rules`
 has the parallel layouts. Neither needs torch or reads a weight. Invariant: a flag that would have no effect is refused,
-and so is one that would destroy something (an export over its source, a fine-tuning run over its own starting point).
+and so is one that would destroy something (a fine-tuning run over its own starting point; `relax.places` has the rest).
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relax.errors import UserError
+from relax.places import ITERATION, Place, check_apart, real
 
 # A flag, the one without which it has no effect, and why.
 NEEDS = (
@@ -112,26 +113,39 @@ def check_files(args: argparse.Namespace) -> None:
         _require(not args.finetune or _is_megatron(args.load), f"--finetune: --load {args.load} holds no Megatron checkpoint")
         _check_iteration("--ckpt-step", args.ckpt_step, args.load)
     if args.save is not None and args.finetune:
-        same = args.save.resolve() == args.load.resolve()
+        same = real(args.save) == real(args.load)
         _require(not same, "--finetune starts a new run, so --save must be another directory than --load")
     if args.save is not None and not args.skip_train:
         _check_unused(args)
     if args.save_hf is not None:
-        rest = args.save_hf.replace("{iteration}", "")
-        _require("{" not in rest and "}" not in rest, f"--save-hf {args.save_hf}: {{iteration}} is the only placeholder")
-        taken = {"--hf-checkpoint": args.hf_checkpoint, "--ref-load": args.ref_load, "--save": args.save, "--load": args.load}
-        for flag, source in taken.items():
-            same = source is not None and Path(args.save_hf).resolve() == source.resolve()
-            _require(not same, f"--save-hf must be another directory than {flag}: the export would overwrite {source}")
+        rest = args.save_hf.replace(ITERATION, "")
+        _require("{" not in rest and "}" not in rest, f"--save-hf {args.save_hf}: {ITERATION} is the only placeholder")
     for flag in ("--save", "--save-hf", "--log-dir", "--data-cache-dir", "--tensorboard-dir"):
         path = getattr(args, _dest(flag))
         if path is not None and not (flag == "--save" and args.skip_train):
             _check_writable(flag, Path(path))
+    _check_places(args)
+
+
+def _check_places(args: argparse.Namespace) -> None:
+    """A run may save where it loads from, and keep TensorBoard's log within its own; nothing else shares a place."""
+    inputs: list[Place] = [("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)]
+    inputs += [("--prompt-data", path) for path in args.prompt_data]
+    inputs += [("--eval-prompt-data", path) for path in args.eval_prompt_data.values()]
+    saves = args.save is not None and not args.skip_train
+    if args.load is not None and not (saves and real(args.load) == real(args.save)):
+        inputs.append(("--load", args.load))
+    outputs: list[Place] = [("--save", args.save)] if saves else []
+    outputs += [("--save-hf", args.save_hf)] if args.save_hf is not None else []
+    outputs += [("--log-dir", args.log_dir), ("--data-cache-dir", args.data_cache_dir)]
+    if args.tensorboard_dir is not None and not real(args.tensorboard_dir).is_relative_to(real(args.log_dir)):
+        outputs.append(("--tensorboard-dir", args.tensorboard_dir))
+    check_apart(inputs=inputs, outputs=outputs)
 
 
 def _check_unused(args: argparse.Namespace) -> None:
     """A run may add to the checkpoints that it resumes from, never to another run's."""
-    resumes = args.load is not None and args.load.resolve() == args.save.resolve()
+    resumes = args.load is not None and real(args.load) == real(args.save)
     steps = _iterations(args.save)
     _require(
         resumes or not steps,

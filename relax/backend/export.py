@@ -1,7 +1,8 @@
 """Export to a directory that stock transformers loads: a policy by AutoModelForCausalLM, a reward model by
 AutoModelForSequenceClassification, with equal logits and scores.
 
-Strategy: rank 0 writes beside the output and renames at the end, so the output is whole or as it was. Tokenizer files
+Strategy: rank 0 writes beside the output and renames at the end, so the output is whole or as it was. An export lists its
+files, and replaces nothing but a directory of such files. Tokenizer files
 are byte copies of the source's, but for a reward model's padding token. Stock pooling takes the last token that is not
 `pad_token_id`; where that id ends sequences (SmolLM2 pads with its end token) it would score the token before. There
 another token pads, in config.json and in the tokenizer's files alike, and a padded batch scores as its rows do.
@@ -29,13 +30,14 @@ from relax.backend.tensor_files import write_tensors
 from relax.backend.weights import hf_shapes, hf_tensors
 from relax.data.tokenizer import has_chat_template, load_tokenizer, probe_template, special_ids
 from relax.errors import UserError
+from relax.places import real
 
 # By name, never by exclusion: a model directory may also hold code, other formats of the weights, or anything at all.
 _COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json",
     "spiece.model", "chat_template*", "additional_chat_templates/*", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-_CARD_TAG = "tags:\n- relax\n"
+LIST = "relax_export.json"
 
 
 def export_hf(
@@ -72,30 +74,70 @@ def export_hf(
 
 
 def check_output(output: Path, *, source: Path) -> None:
-    """UserError unless an export may go to `output`: nothing, an empty directory, or an earlier export stands there."""
-    if output.resolve() == source.resolve():
+    """UserError unless an export may go to `output`: nothing, an empty directory, or an earlier export alone stands there."""
+    if real(output) == real(source):
         raise UserError(f"{output}: the model's source itself; export to another directory")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    card = output / "README.md"
-    if not card.is_file() or _CARD_TAG not in card.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"{output}: exists and is not an export of relax; export to another directory")
+    listed = _listed(output)
+    if listed is None:
+        raise UserError(
+            f"{output}: exists and is not an export of relax (no {LIST}); export to another directory, or move it away"
+        )
+    others = sorted(_entries(output) - listed)
+    if others:
+        named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
+        raise UserError(f"{output}: beside an earlier export holds {named}; export to another directory, or move that away")
+
+
+def _listed(export: Path) -> set[str] | None:
+    """The files that an export wrote, its list among them; None for anything else."""
+    try:
+        files = json.loads((export / LIST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return {str(file) for file in files} | {LIST} if isinstance(files, list) else None
+
+
+def _entries(directory: Path) -> set[str]:
+    """Everything below a directory, by relative path, but for directories that hold something."""
+    return {
+        str(entry.relative_to(directory))
+        for entry in directory.rglob("*")
+        if entry.is_symlink() or not entry.is_dir() or not any(entry.iterdir())
+    }
+
+
+def _remove(export: Path) -> None:
+    """Remove what an export wrote; what came into it since then stays, and so does its directory."""
+    for file in _entries(export) & (_listed(export) or set()):
+        (export / file).unlink()
+    for directory in sorted((entry for entry in export.rglob("*") if entry.is_dir()), reverse=True):
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+    with contextlib.suppress(OSError):
+        export.rmdir()
 
 
 @contextlib.contextmanager
 def _replacing(output: Path, *, source: Path) -> Iterator[Path]:
     """A directory to write, which takes the output's place when the block ends well."""
     check_output(output, source=source)
+    output = real(output)  # of a link, what it names is replaced
     aside, old = (output.parent / f".{output.name}.{what}" for what in ("partial", "old"))
     try:
+        if _listed(old) and not output.exists():  # killed between the two renames
+            old.rename(output)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        shutil.rmtree(old, ignore_errors=True)
+        files = sorted(_entries(aside))
+        (aside / LIST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+        _remove(old)
         if output.exists():
             output.rename(old)
         aside.rename(output)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     except OSError as error:
         raise UserError(f"{output}: the export cannot be written ({error})") from error
     finally:
@@ -127,7 +169,7 @@ def _write_rest(
     exported.save_pretrained(directory)
     kind, auto = ("Reward model", "SequenceClassification") if scalar else ("Policy", "CausalLM")
     text = f"# {kind}\n\n{made} relax. Load it with `AutoModelFor{auto}.from_pretrained`.\n\n"
-    head = f"---\nlibrary_name: transformers\n{_CARD_TAG}---\n\n"
+    head = "---\nlibrary_name: transformers\ntags:\n- relax\n---\n\n"
     (directory / "README.md").write_text(head + text + "\n".join(details) + "\n", encoding="utf-8")
 
 

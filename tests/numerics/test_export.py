@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from relax.backend.export import check_output, export_hf, padding_id
+from relax.backend.export import LIST, _replacing, check_output, export_hf, padding_id
 from relax.backend.families import read_hf_config
 from relax.backend.tensor_files import TensorFiles, write_tensors
 from relax.errors import UserError
@@ -81,7 +81,9 @@ def test_export_holds_the_weights_and_the_tokenizer_byte_for_byte(tmp_path: Path
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE.txt"}
     if head == "lm":
         copied.add("generation_config.json")
-    assert {file.name for file in output.iterdir()} == copied | {"README.md", "config.json", "model.safetensors"}
+    assert {file.name for file in output.iterdir()} == copied | {
+        "README.md", "config.json", "model.safetensors", LIST
+    }  # fmt: skip
     for name in copied:
         assert (output / name).read_bytes() == (source / name).read_bytes(), name
     stored, found = (load_file(directory / "model.safetensors") for directory in (source, output))
@@ -131,16 +133,95 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     source, output = tmp_path / "hf", tmp_path / "out"
     save_tiny(source, "qwen3")
     export(source, output)
-    (output / "stale.safetensors").touch()
+    files = sorted(file.name for file in output.iterdir() if file.name != LIST)
+    assert json.loads((output / LIST).read_text()) == {"files": files}
+    (output / "model.safetensors").write_bytes(b"")  # of an earlier step
     export(source, output)
-    assert not (output / "stale.safetensors").exists()
-    for taken, message in ((source, "the model's source itself"), (tmp_path, "is not an export of relax")):
+    assert (output / "model.safetensors").stat().st_size > 1000
+    for taken, message in ((source, "the model's source itself"), (tmp_path, f"is not an export of relax .no {LIST}.")):
         before = sorted(taken.rglob("*"))
         with pytest.raises(UserError, match=message):
             export(source, taken)
         assert sorted(taken.rglob("*")) == before
     (tmp_path / "empty").mkdir()
     check_output(tmp_path / "empty", source=source)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "hf", "out"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("other", ["ck/iter_0000005/common.pt", "notes.txt", "empty/", ".hidden", "link"])
+def test_what_came_into_an_export_is_never_lost(tmp_path: Path, other: str) -> None:
+    source, output = tmp_path / "hf", tmp_path / "out"
+    save_tiny(source, "qwen3")
+    export(source, output)
+    added = output / other
+    added.parent.mkdir(parents=True, exist_ok=True)
+    if other == "link":
+        added.symlink_to(source)
+    else:
+        added.mkdir() if other.endswith("/") else added.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        UserError, match=f"out: beside an earlier export holds {other.rstrip('/')}; export to another directory"
+    ):
+        export(source, output)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_list_names_no_file_elsewhere(tmp_path: Path) -> None:
+    source, output, mine = tmp_path / "hf", tmp_path / "out", tmp_path / "mine"
+    save_tiny(source, "qwen3")
+    export(source, output)
+    mine.write_text("mine")
+    files = json.loads((output / LIST).read_text())["files"]
+    (output / LIST).write_text(json.dumps({"files": [*files, "../mine", str(mine)]}))
+    export(source, output)
+    assert mine.read_text() == "mine"
+    for broken in ("", "[]", "{}", '{"files": 3}'):
+        (output / LIST).write_text(broken)
+        with pytest.raises(UserError, match="is not an export of relax"):
+            export(source, output)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_comes_while_an_export_is_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = tmp_path / "hf", tmp_path / "out"
+    save_tiny(source, "qwen3")
+    export(source, output)
+
+    def write(*arguments: Any, **options: Any) -> None:
+        (output / "late").write_text("mine")
+        write_tensors(*arguments, **options)
+
+    monkeypatch.setattr("relax.backend.export.write_tensors", write)
+    export(source, output)
+    assert not (output / "late").exists()
+    assert [(file.name, file.read_text()) for file in (tmp_path / ".out.old").iterdir()] == [("late", "mine")]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_export_killed_between_its_renames_is_taken_back(tmp_path: Path) -> None:
+    source, output = tmp_path / "hf", tmp_path / "out"
+    save_tiny(source, "qwen3")
+    export(source, output)
+    output.rename(tmp_path / ".out.old")
+    with pytest.raises(ZeroDivisionError), _replacing(output, source=source):
+        assert (output / "model.safetensors").is_file()
+        raise ZeroDivisionError
+    export(source, output)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["hf", "out"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_export_through_a_link_replaces_what_it_names(tmp_path: Path) -> None:
+    source, output = tmp_path / "hf", tmp_path / "link"
+    save_tiny(source, "qwen3")
+    (tmp_path / "disk").mkdir()
+    output.symlink_to(tmp_path / "disk/out")
+    for _ in range(2):
+        export(source, output)
+        assert output.is_symlink() and [entry.name for entry in (tmp_path / "disk").iterdir()] == ["out"]
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -119,12 +119,65 @@ WRONG_FILES = {
     "--load megatron --finetune --save ./megatron": "--finetune starts a new run, so --save must be another directory "
     "than --load",
     "--save-hf out/{step}": "--save-hf out/{step}: {iteration} is the only placeholder",
-    "--save-hf ./hf": "--save-hf must be another directory than --hf-checkpoint: the export would overwrite hf",
-    "--save-hf other_hf --ref-load other_hf": "--save-hf must be another directory than --ref-load: the export would "
-    "overwrite other_hf",
     "--save train.jsonl": "--save train.jsonl cannot be a directory: it is a file",
     "--log-dir train.jsonl/log": "--log-dir train.jsonl/log cannot be a directory: {here}/train.jsonl is a file",
 }
+
+
+# Flags, and what the message says before the reason: the output, how it lies, the other place.
+SHARED = {
+    "--save-hf ./hf": "--save-hf ./hf is the place of --hf-checkpoint hf",
+    "--save-hf other_hf --ref-load other_hf": "--save-hf other_hf is the place of --ref-load other_hf",
+    "--save m/ck --save-hf m": "--save-hf m contains --save m/ck",
+    "--save m --save-hf m/hf": "--save-hf m/hf lies in --save m",
+    "--save m --load m/hf/": "--save m contains --load m/hf",
+    "--save megatron/new --load megatron": "--save megatron/new lies in --load megatron",
+    "--save link/new --load megatron": "--save link/new lies in --load megatron",
+    "--save hf/ck": "--save hf/ck lies in --hf-checkpoint hf",
+    "--save-hf .": "--save-hf . contains --hf-checkpoint hf",
+    "--save-hf hf/..": "--save-hf hf/.. contains --hf-checkpoint hf",
+    "--save data/ck --prompt-data data": "--save data/ck lies in --prompt-data data",
+    "--save-hf data --prompt-data data/a.jsonl": "--save-hf data contains --prompt-data data/a.jsonl",
+    "--log-dir data/log --eval-prompt-data held data": "--log-dir data/log lies in --eval-prompt-data data",
+    "--save-hf log/hf": "--log-dir log contains --save-hf log/hf",
+    "--save .cache/relax/ck": "--data-cache-dir .cache/relax contains --save .cache/relax/ck",
+    "--data-cache-dir log": "--data-cache-dir log is the place of --log-dir log",
+    "--tensorboard-dir m/board --save m": "--tensorboard-dir m/board lies in --save m",
+    "--tensorboard-dir . --save m": "--tensorboard-dir . contains --hf-checkpoint hf",
+    "--save m/20 --save-hf m/{iteration}": "--save-hf m/{iteration} is the place of --save m/20",
+    "--save m/run-20/ck --save-hf m/run-{iteration}": "--save-hf m/run-{iteration} contains --save m/run-20/ck",
+    "--save m --save-hf m/{iteration}/hf": "--save-hf m/{iteration}/hf lies in --save m",
+    "--save round/a --save-hf round": "--save-hf round contains --save round/a",
+}
+
+
+@pytest.mark.parametrize("extra", SHARED)
+def test_every_output_is_a_place_of_its_own(extra, tmp_path):
+    for name in ("data", "m/hf"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "data" / "a.jsonl").write_text("{}\n")
+    (tmp_path / "link").symlink_to("megatron")
+    (tmp_path / "round").symlink_to("round")
+    before = sorted(tmp_path.rglob("*"))
+    flag = SHARED[extra].split()[0]
+    reason = f", where the two would overwrite or read each other's files; give {flag} a directory of its own"
+    assert refused([*BASE, *extra.split()]) == SHARED[extra] + reason
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+APART = [
+    "--save out/run --load ./out/run --save-hf out/run-hf --log-dir out/log --data-cache-dir out/cache",
+    "--save out/two --save-hf out/{iteration}",
+    "--save out/run --save-hf out/run-{iteration}",
+    "--tensorboard-dir log/board",
+    "--tensorboard-dir log",
+    "--load megatron --skip-train --save megatron --eval-prompt-data eval.jsonl",
+]
+
+
+@pytest.mark.parametrize("extra", APART)
+def test_places_side_by_side_are_fine(extra):
+    parse_args([*BASE, *extra.split()])
 
 
 @pytest.mark.parametrize("extra", WRONG_FILES)
