@@ -161,6 +161,7 @@ def _write_rest(
         del exported.quantization_config
     if scalar:
         exported.num_labels = 1
+        exported.problem_type = "regression"  # or vLLM and transformers' pipeline pass scores through a sigmoid
         exported.pad_token_id = _set_padding(directory, config)
         if exported.pad_token_id is None:
             details = [*details, "- no token can pad safely: score one sequence at a time"]
@@ -194,9 +195,9 @@ def _set_padding(directory: Path, config: HFConfig) -> int | None:
 def padding_id(tokenizer: Any, config: HFConfig) -> int | None:
     """An id with which no sequence ends, and which the embedding has; None where the tokenizer knows none.
 
-    The tokenizer's own padding token if it qualifies; else a special token that is named for padding; else the unknown
-    token (byte-level and byte-fallback tokenizers never produce it); else any special token but those that begin or
-    end a text or a turn.
+    The config's own if it is a special token and qualifies; else the tokenizer's; else a special token that is named for
+    padding; else the unknown token (byte-level and byte-fallback tokenizers never produce it); else any special token but
+    those that begin or end a text or a turn.
     """
     ends = _ends(config.eos_token_id) | _ends(tokenizer.eos_token_id)
     if has_chat_template(tokenizer, {}):
@@ -204,7 +205,8 @@ def padding_id(tokenizer: Any, config: HFConfig) -> int | None:
             ends.add(probe_template(tokenizer, template_kwargs={}).end_id)
     special = sorted(special_ids(tokenizer) - _ends(tokenizer.bos_token_id))
     named = [i for i in special if "pad" in tokenizer.convert_ids_to_tokens(i).lower()]
-    candidates = [tokenizer.pad_token_id, *named, tokenizer.unk_token_id, *special]
+    own = [i for i in special if i == config.pad_token_id]
+    candidates = [*own, tokenizer.pad_token_id, *named, tokenizer.unk_token_id, *special]
     return next((i for i in candidates if i is not None and i not in ends and i < config.vocab_size), None)
 
 

@@ -98,12 +98,32 @@ def test_reward_config_is_that_of_a_scalar_classifier(tmp_path: Path) -> None:
     export(tmp_path / "hf", tmp_path / "out", head="scalar", dtype=torch.bfloat16)
     source, exported = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
     changed = {"architectures": ["Qwen2ForSequenceClassification"], "dtype": "bfloat16", "pad_token_id": 259}
+    changed["problem_type"] = "regression"
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     del source["quantization_config"]
     assert exported == {**source, **changed, **labels}
     assert read_hf_config(tmp_path / "out").num_labels == 1
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|fim_pad|>", 259)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("pad", [PAD, END])
+def test_transformers_pipeline_gives_the_reward_as_it_is(tmp_path: Path, pad: str) -> None:
+    """Not a probability, alone and in a padded batch."""
+    save_tiny(tmp_path / "hf", "qwen3", head="scalar", pad=pad)
+    export(tmp_path / "hf", tmp_path / "out", head="scalar")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (config["problem_type"], config["pad_token_id"]) == ("regression", tokenizer.pad_token_id)
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    texts = [text + END for text in TEXTS]
+    with torch.no_grad():
+        rewards = [float(stock(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in texts]
+    assert min(rewards) < 0  # which no probability is
+    pipe = transformers.pipeline("text-classification", model=str(tmp_path / "out"), device="cpu")
+    for batch_size in (1, 3):
+        assert [one["score"] for one in pipe(texts, batch_size=batch_size)] == pytest.approx(rewards, rel=2e-5, abs=2e-6)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -265,6 +285,9 @@ def test_shards_hold_every_tensor_once_and_have_an_index(tmp_path: Path) -> None
         ({"pad": 100}, None),  # the embedding has no such row
         ({"pad": 3, "config_eos": [3, 2]}, None),  # the config ends with it, whatever the tokenizer says
         ({"bos": 2, "special": {2: "<|endoftext|>"}}, None),
+        ({"pad": 5, "config_pad": 9, "special": {2: "<eos>", 9: "<a>"}}, 9),  # the config's is kept
+        ({"pad": 5, "config_pad": 2, "special": {2: "<eos>"}}, 5),
+        ({"pad": 5, "config_pad": 9}, 5),  # not a special token: a text may end with it
     ],
 )
 def test_the_padding_id_never_ends_a_sequence(case: dict[str, Any], expected: int | None) -> None:
@@ -279,7 +302,7 @@ def test_the_padding_id_never_ends_a_sequence(case: dict[str, Any], expected: in
         all_special_ids=[],
         convert_ids_to_tokens=special.get,
     )
-    config = SimpleNamespace(eos_token_id=case.get("config_eos"), vocab_size=50)
+    config = SimpleNamespace(eos_token_id=case.get("config_eos"), pad_token_id=case.get("config_pad"), vocab_size=50)
     assert padding_id(tokenizer, config) == expected
 
 
