@@ -1,22 +1,19 @@
-"""kernels.cpp, compiled for this machine's CPU by its C++ compiler and kept for later runs.
+"""kernels.cpp, compiled for this machine's CPU by its C++ compiler and kept for later runs (`kernel_cache`).
 
 A step's elementwise work is bound by memory, which torch's operations pass over once each. Where there is no compiler, on
 another device and in other dtypes callers do the same by torch's operations; `choose_kernels` says which it is, and why.
-
-Invariant: a library is used with the source, the compiler and the CPU that it was built for.
 """
 
 import ctypes
 import functools
-import hashlib
-import os
 import platform
-import subprocess
-import tempfile
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from relax.backend.kernel_cache import BuildFailed, Library, load_library
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 # Without the two -fno- flags a compiler may not turn square roots and rounding into vector code.
@@ -33,7 +30,7 @@ def kernel(name: str, like: torch.Tensor) -> Callable[..., None] | None:
     if like.device.type != "cpu" or like.dtype not in _SUFFIX:
         return None
     library = _library()
-    return None if isinstance(library, str) else functools.partial(_call, library[name + _SUFFIX[like.dtype]])
+    return None if isinstance(library, str) else functools.partial(_call, library.loaded[name + _SUFFIX[like.dtype]])
 
 
 def _call(function: Callable[..., None], *arguments: torch.Tensor | int | float) -> None:
@@ -51,40 +48,18 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     if device.type != "cpu" or dtype not in _SUFFIX:
         return "torch", "compiled kernels are for a CPU, bf16 and fp32"
     library = _library()
-    return ("torch", library) if isinstance(library, str) else (f"compiled, {Path(library._name).stem}", "faster than torch's")
+    if isinstance(library, str):
+        return "torch", library
+    kept = f"; built for this run alone: {library.unkept}" if library.unkept else ""
+    return f"compiled, {library.key}", f"faster than torch's{kept}"
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
+def _library() -> Library | str:
     """The library, or why there is none."""
-    compiler = os.environ.get("CXX", "c++")
+    flags = [*_FLAGS, *([_WIDE] if platform.machine() == "x86_64" else [])]
+    names = re.findall(r"^KERNEL\((\w+)\)", _SOURCE.read_text(), re.MULTILINE)
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-        flags = [*_FLAGS, *([_WIDE] if platform.machine() == "x86_64" else [])]
-        built_for = [_SOURCE.read_bytes(), compiler.encode(), version, " ".join(flags).encode(), _cpu()]
-        name = hashlib.sha256(b"\0".join(built_for)).hexdigest()[:16]
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax"
-        path = cache / f"{name}.so"
-        if not path.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache) as directory:
-                built = Path(directory) / path.name
-                command = [compiler, *flags, "-o", str(built), str(_SOURCE)]
-                subprocess.run(command, capture_output=True, check=True, timeout=600)
-                ctypes.CDLL(str(built))
-                built.replace(path)  # what loads, or nothing, whoever else builds it
-        return ctypes.CDLL(str(path))
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: no home directory
-        reason = str(error)
-    return f"slower than compiled kernels, which need a C++ compiler; {compiler} (CXX): {reason}"
-
-
-def _cpu() -> bytes:
-    """What tells CPUs with other instructions apart."""
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return platform.processor().encode()
-    return b"".join(sorted({line for line in lines if line.startswith((b"model name", b"flags", b"Features"))}))
+        return load_library(_SOURCE, flags=flags, symbols=[name + suffix for name in names for suffix in _SUFFIX.values()])
+    except BuildFailed as failed:
+        return f"slower than compiled kernels, which need a C++ compiler; {failed}"

@@ -1,13 +1,16 @@
-"""Compiled kernels: right to the last bit where that is promised, built once, and torch's operations where they cannot be."""
+"""Compiled kernels: right to the last bit where that is promised, and kept as `kernel_cache` says; else torch's operations."""
 
+import hashlib
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from relax.backend import kernels
+from relax.backend import kernel_cache, kernels
 from relax.backend.activation import SwiGLU
 from relax.backend.kernels import choose_kernels, kernel
 
@@ -25,7 +28,7 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         monkeypatch.setenv("CXX", str(program))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         kernels._library.cache_clear()
-        return tmp_path / "cache" / "relax"
+        return tmp_path / "cache" / "relax" / "kernels"
 
     yield compiler
     kernels._library.cache_clear()
@@ -82,7 +85,149 @@ def test_they_are_built_once(builds: Callable[[str], Path]) -> None:
     kernels._library.cache_clear()
     assert choose_kernels(CPU, torch.bfloat16)[0] == which
     calls = Path(f"{os.environ['CXX']}.calls").read_text().splitlines()
-    assert [call.endswith("kernels.cpp") for call in calls] == [False, True, False]  # what it is, a build, what it is
+    assert ["kernels.cpp" in call for call in calls] == [False, True, False]  # what it is, a build, what it is
+
+
+@pytest.fixture
+def kept(builds: Callable[[str], Path]) -> Path:
+    """A library in a cache of its own; its path."""
+    cache = builds('exec c++ "$@" -O0')  # quickly
+    which, why = choose_kernels(CPU, torch.float32)
+    if which == "torch":
+        pytest.skip(why)
+    (path,) = cache.iterdir()
+    assert (which, why) == (f"compiled, {path.stem}", "faster than torch's")
+    assert cache.stat().st_mode & 0o777 == 0o700
+    return path
+
+
+def again() -> tuple[str, str]:
+    """What a new process would choose."""
+    kernels._library.cache_clear()
+    return choose_kernels(CPU, torch.float32)
+
+
+def foreign(path: Path, *, checksum: bool) -> Path:
+    """Make `path` a library without kernels that leaves a file when it is loaded; that file."""
+    path.unlink()
+    mark = path.with_suffix(".ran")
+    source = f'#include <fstream>\n__attribute__((constructor)) void f() {{ std::ofstream("{mark}"); }}'
+    subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)], input=source.encode(), check=True)
+    if checksum:
+        path.write_bytes(path.read_bytes() + hashlib.sha256(path.read_bytes()).digest())
+    return mark
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "a bit", "foreign", "link", "no symbol"])
+def test_a_library_that_is_not_the_one_that_was_kept_is_built_again(kept: Path, damage: str) -> None:
+    whole, mark = kept.read_bytes(), None
+    if damage in ("cut", "empty"):
+        kept.write_bytes(whole[: len(whole) // 2 if damage == "cut" else 0])
+    elif damage == "a bit":
+        kept.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    elif damage == "link":
+        kept.rename(kept.with_suffix(".elsewhere"))
+        kept.symlink_to(kept.with_suffix(".elsewhere"))
+    else:
+        mark = foreign(kept, checksum=damage == "no symbol")
+    assert again() == (f"compiled, {kept.stem}", "faster than torch's")
+    assert kept.is_file() and not kept.is_symlink()
+    content = kept.read_bytes()
+    assert hashlib.sha256(content[:-32]).digest() == content[-32:]
+    assert mark is None or mark.exists() == (damage == "no symbol")  # what has no checksum is not even loaded
+    x = torch.randn(3, 4)
+    assert torch.equal(SwiGLU(config=None)(x), SwiGLU(config=None)(x)) and kernel("add", x) is not None
+
+
+def test_a_directory_in_the_librarys_place_is_left_alone(kept: Path) -> None:
+    kept.unlink()
+    (kept / "mine").mkdir(parents=True)
+    which, why = again()
+    assert which == f"compiled, {kept.stem}" and why.startswith("faster than torch's; built for this run alone: ")
+    assert [entry.name for entry in kept.iterdir()] == ["mine"] and list(kept.parent.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o701])
+def test_a_cache_that_others_may_enter_is_not_trusted(kept: Path, mode: int) -> None:
+    mark = foreign(kept, checksum=True)
+    before = kept.read_bytes()
+    kept.parent.chmod(mode)
+    which, why = again()
+    assert which == f"compiled, {kept.stem}"
+    assert (
+        why == f"faster than torch's; built for this run alone: {kept.parent} is not a directory of this user's with mode 700"
+    )
+    assert not mark.exists() and kept.read_bytes() == before
+
+
+def test_a_cache_of_another_user_is_not_trusted(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = foreign(kept, checksum=True)
+    other = os.geteuid() + 1
+    monkeypatch.setattr("os.geteuid", lambda: other)
+    assert again()[1].endswith("is not a directory of this user's with mode 700") and not mark.exists()
+
+
+def test_a_link_to_a_cache_is_not_trusted(kept: Path) -> None:
+    mark = foreign(kept, checksum=True)
+    kept.parent.rename(kept.parent.with_name("elsewhere"))
+    kept.parent.symlink_to("elsewhere")
+    assert again()[1].endswith("is not a directory of this user's with mode 700") and not mark.exists()
+
+
+def test_machines_with_other_cpus_keep_their_own(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "cpuinfo"
+    for text in ("model name : other\nflags : fpu avx\n", "CPU part : 0xd40\n", "CPU part : 0xd4f\n"):
+        other.write_text(text)
+        monkeypatch.setattr(kernel_cache, "CPUINFO", other)
+        assert again()[0] != f"compiled, {kept.stem}"
+    other.unlink()  # a system without it: told apart by name
+    for host in ("one", "two"):
+        monkeypatch.setattr("platform.node", lambda host=host: host)
+        again()
+    assert len(list(kept.parent.iterdir())) == 6
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("home", ["/proc", "/proc/none", "/dev/null"])
+def test_without_a_home_that_can_be_written_it_is_built_for_the_run(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", home)
+    which, why = again()
+    assert which == f"compiled, {kept.stem}" and why.startswith("faster than torch's; built for this run alone: [Errno ")
+    assert home in why
+
+
+def test_a_user_without_a_home(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    which, why = again()
+    assert which == f"compiled, {kept.stem}"
+    assert why == "faster than torch's; built for this run alone: Could not determine home directory."
+
+
+def test_where_nothing_can_be_written_torch_does_the_work(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    monkeypatch.setattr("tempfile.tempdir", "/proc")
+    which, why = again()
+    assert which == "torch" and "/proc" in why
+
+
+def test_two_processes_may_build_at_once(builds: Callable[[str], Path]) -> None:
+    """Neither sees half of the other's."""
+    cache = builds('exec c++ "$@" -O0')
+    text = "import torch; from relax.backend.kernels import *; print(*choose_kernels(torch.device('cpu'), torch.float32))"
+    started = [subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = {process.communicate()[0].strip() for process in started}
+    if any(line.startswith("torch") for line in said):
+        pytest.skip("no C++ compiler")
+    (path,) = cache.iterdir()
+    assert said == {f"compiled, {path.stem} faster than torch's"}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +237,10 @@ def test_they_are_built_once(builds: Callable[[str], Path]) -> None:
         ("exit 3", "exit code 3"),
         ('[ "$1" = --version ] || { echo "error: -march=native: no" >&2; exit 1; }', "error: -march=native: no"),
         ('[ "$1" = --version ] || while [ $# -gt 0 ]; do [ "$1" != -o ] || echo no library > "$2"; shift; done', ".so"),
+        (
+            '[ "$1" = --version ] || { while [ "$1" != -o ]; do shift; done; echo | c++ -shared -x c++ - -o "$2"; }',
+            "no norm_forward_fp32 in the compiled library",
+        ),
     ],
 )
 def test_without_them_torch_does_the_work_and_says_why(builds: Callable[[str], Path], script: str, reason: str) -> None:
