@@ -33,9 +33,8 @@ def check_apart(*, inputs: Iterable[Place], outputs: Iterable[Place]) -> None:
 
 def step_paths(path: str) -> list[Path]:
     """What stands already where `path` leads for some step, in order."""
-    first, *parts = Path(os.path.abspath(path)).parts
-    found = [Path(first)]
-    for part in parts:
+    found = [Path()]
+    for part in Path(path).parts:
         if ITERATION in part:
             entries = [entry for parent in found if parent.is_dir() for entry in parent.iterdir()]
             found = [entry for entry in entries if _steps(part).fullmatch(entry.name)]

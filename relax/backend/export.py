@@ -123,20 +123,20 @@ def _remove(export: Path) -> None:
 def _replacing(output: Path, *, source: Path) -> Iterator[Path]:
     """A directory to write, which takes the output's place when the block ends well."""
     check_output(output, source=source)
-    output = real(output)  # of a link, what it names is replaced
-    aside, old = (output.parent / f".{output.name}.{what}" for what in ("partial", "old"))
+    target = real(output)  # of a link, what it names is replaced
+    aside, old = (target.parent / f".{target.name}.{what}" for what in ("partial", "old"))
     try:
-        if _listed(old) and not output.exists():  # killed between the two renames
-            old.rename(output)
+        if _listed(old) and not target.exists():  # killed between the two renames
+            old.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
         files = sorted(_entries(aside))
         (aside / LIST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
         _remove(old)
-        if output.exists():
-            output.rename(old)
-        aside.rename(output)
+        if target.exists():
+            target.rename(old)
+        aside.rename(target)
         _remove(old)
     except OSError as error:
         raise UserError(f"{output}: the export cannot be written ({error})") from error
