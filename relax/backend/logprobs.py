@@ -5,7 +5,8 @@ over tensor-parallel ranks and padded at its end. Rows go through the vocabulary
 backward, so at most `chunk` rows of logits exist at a time (design idea 5). The last chunk is kept for backward.
 
 Invariants: equal to log_softmax(h W^T).gather(t), values and gradients, for every chunk size and vocabulary split; rows of
-the weight at or beyond `vocab_size` (padding) get no probability and no gradient. Sums are fp32 (fp64 for fp64 input).
+the weight at or beyond `vocab_size` (padding) get no probability and no gradient. Sums are fp32 (fp64 for fp64 input). What
+needs no gradient, a frozen weight or hidden states, costs neither its product nor its memory.
 """
 
 from collections.abc import Iterator
@@ -107,12 +108,12 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, logsumexp = ctx.saved_tensors
-        shard, wide = ctx.shard, logsumexp.dtype
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = ctx.grad_into
-        if grad_weight is None:
+        shard, wide, (of_hidden, of_weight) = ctx.shard, logsumexp.dtype, ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if of_hidden else None
+        grad_weight = ctx.grad_into if of_weight else None
+        if of_weight and grad_weight is None:
             grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
-        real_grad, real = grad_weight[: shard.real], widened(weight[: shard.real])
+        real = widened(weight[: shard.real])
         grad = grad[:, None].to(wide)
         for at in reversed(_slices(hidden.size(0), ctx.chunk)) if shard.real else ():
             z, ctx.last = ctx.last, None
@@ -120,19 +121,27 @@ class _TargetLogprobs(torch.autograd.Function):
                 z = times_transposed(hidden[at].to(real.dtype), real)
             column, here = shard.local(targets[at])
             _to_gradient(z, logsumexp[at], grad[at], column, grad[at] * here)
-            grad_hidden[at] = z @ real
-            if z.dtype == wide:
-                real_grad.addmm_(z.t(), hidden[at].to(z.dtype))
-            else:
-                for ids in _slices(shard.real, PRODUCT_ROWS):
-                    add_to_wide(real_grad[ids], z[:, ids].t() @ hidden[at])
+            if grad_hidden is not None:
+                grad_hidden[at] = z @ real
+            if grad_weight is not None:
+                _add_weight_gradient(grad_weight[: shard.real], z, hidden[at])
             del z
-        shard.reduce(grad_hidden)
-        if ctx.grad_into is None:
-            own = grad_weight.to(weight.dtype)
+        if grad_hidden is not None:
+            shard.reduce(grad_hidden)
+        if grad_weight is None or ctx.grad_into is None:
+            own = None if grad_weight is None else grad_weight.to(weight.dtype)
         else:
             own = None if ctx.ready is None else without_values(ctx.ready)
         return grad_hidden, own, *[None] * 6
+
+
+def _add_weight_gradient(total: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add the product of the logits' gradient z [rows, vocab] and hidden [rows, hidden_size] to total [vocab, hidden_size]."""
+    if z.dtype == total.dtype:
+        total.addmm_(z.t(), hidden.to(z.dtype))
+        return
+    for ids in _slices(total.size(0), PRODUCT_ROWS):
+        add_to_wide(total[ids], z[:, ids].t() @ hidden)
 
 
 def _slices(rows: int, size: int) -> list[slice]:

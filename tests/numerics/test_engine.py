@@ -260,6 +260,28 @@ def test_a_step_keeps_nothing_of_the_gradients_before_it(
     assert_same(grads, expected_grads)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_frozen_output_layer_changes_nothing_for_the_others(
+    tmp_path: Path, references: np.ndarray, distributed: bool
+) -> None:
+    save_tiny(tmp_path, "qwen3")
+    found = []
+    for frozen in (True, False):
+        engine = make_engine(tmp_path, "dpo", options=None)
+        output = engine.chunks[0].output_layer.weight.requires_grad_(not frozen)
+        engine.prepare_training(replace(OPTIONS, distributed=distributed))
+        before = output.detach().clone()
+        values = engine.train_step(make_batch(make_pairs(SIZES), references=references)).values
+        assert torch.equal(output, before) == frozen and hasattr(output, "main_grad") != frozen
+        named = engine.chunks[0].named_parameters()
+        grads = {name: p.main_grad.clone() for name, p in named if p is not output}
+        found.append((values, grads, parameters(engine)))
+    (values, grads, weights), (expected, expected_grads, expected_weights) = found
+    assert (values == expected).all() and len(grads) > 10
+    assert_same(grads, expected_grads)
+    assert_same(*({n: t for n, t in each.items() if n != "lm_head.weight"} for each in (weights, expected_weights)))
+
+
 # Symmetries
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from relax.backend import logprobs
 from relax.backend.logprobs import target_logprobs
@@ -120,6 +121,48 @@ def test_a_weights_gradient_is_added_to_a_buffer(dtype: torch.dtype, ready: bool
     values.backward(grad.to(values.dtype))
     assert float((buffer - 1 - expected).norm() / expected.float().norm()) < (1e-6 if dtype == torch.float32 else 0.01)
     assert (weight.grad is not None) == getattr(weight, "grad_added_to_main_grad", False) == ready
+
+
+class Results(TorchDispatchMode):
+    """The shapes of everything that operations give, in new memory."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.known, self.shapes = {x.untyped_storage().data_ptr() for x in known}, set[tuple[int, ...]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.shapes.add(tuple(x.shape))
+        return result
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frozen", ["weight", "hidden", None])
+def test_what_is_frozen_gets_no_gradient_nor_its_memory(frozen: str | None, dtype: torch.dtype, buffered: bool) -> None:
+    hidden, weight, targets, grad = inputs(dtype)
+    values, of_hidden, of_weight = chunked(hidden, weight, targets, grad, chunk=7)
+    weight = torch.nn.Parameter(weight, requires_grad=frozen != "weight")
+    hidden.requires_grad_(frozen != "hidden")
+    buffer = torch.zeros(PADDED, HIDDEN, dtype=values.dtype) if buffered else None
+    found = target_logprobs(hidden, weight, targets, vocab_size=VOCABULARY, chunk=7, grad_into=buffer)
+    with Results(hidden, weight, *([] if buffer is None else [buffer])) as results:
+        found.backward(grad.to(found.dtype))
+    assert torch.equal(found, values)
+    for x, expected, name in ((hidden, of_hidden, "hidden"), (weight, of_weight, "weight")):
+        if name == frozen or (buffered and name == "weight"):
+            assert x.grad is None
+        else:
+            assert torch.equal(x.grad, expected)
+    if frozen == "weight":
+        assert not {(PADDED, HIDDEN), (HIDDEN, PADDED)} & results.shapes
+        assert buffer is None or (buffer == 0).all()
+    if frozen == "hidden":
+        assert hidden.shape not in results.shapes
+    if not frozen and not buffered:
+        assert (PADDED, HIDDEN) in results.shapes and hidden.shape in results.shapes  # what the others do without
 
 
 @pytest.mark.usefixtures("elementwise")
