@@ -1,6 +1,7 @@
 """Engines over tiny models, driven by hand, and what tests read out of them."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,39 @@ def with_reference(engine: Engine, batch: Batch) -> Batch:
     """The batch with the engine's present scores as its reference, rounded as the table keeps them."""
     scores = engine.score(batch).astype(np.float32)
     return dataclasses.replace(batch, references=scores)
+
+
+STANDING = dataclasses.replace(OPTIONS, lr=0.0, weight_decay=0.0)  # a step leaves the weights as they are
+
+
+def start_batch(engine: Engine, *, count: int = 61, max_tokens: int = 8192, share_prompt: bool = True, seed: int = 0) -> Batch:
+    """By default as many pairs, in as large micro-batches, as choose other matrix products than a few pairs do."""
+    sizes = np.random.default_rng(seed).integers(1, 60, (count, 3))
+    pairs = make_pairs(sizes.tolist(), seed=seed, below=engine.hf_config.vocab_size)
+    plan = plan_step(
+        sizes,
+        dp_size=engine.dp_size,
+        max_tokens=max_tokens,
+        share_prompt=share_prompt,
+        microbatch_multiple=engine.microbatch_multiple,
+    )
+    return make_batch(pairs, plan=plan)
+
+
+MOVES = ("reward_chosen", "reward_rejected", "reward_margin")
+RATES = ("strict_accuracy", "tie_rate", "tie_aware_accuracy")
+UNMOVED = [(math.log(2), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5)]  # `values_at_start` of a policy that is its reference
+
+
+def values_at_start(engine: Engine, batch: Batch) -> list[tuple[float, ...]]:
+    """What pairs have as the engine evaluates them and as it trains on them, each kind once: loss, log-probs of chosen and
+    rejected minus the reference's, MOVES, RATES."""
+    found: set[tuple[float, ...]] = set()
+    for values in (engine.evaluate(batch), engine.train_step(batch).values):
+        table = {metric.name: values[:, i] for i, metric in enumerate(engine.objective.metrics)}
+        differences = [table[f"logps_{side}"] - table[f"ref_logps_{side}"] for side in ("chosen", "rejected")]
+        found |= set(zip(table["loss"], *differences, *(table[name] for name in MOVES + RATES), strict=True))
+    return sorted(tuple(float(value) for value in row) for row in found)
 
 
 def parameters(engine: Engine) -> dict[str, torch.Tensor]:

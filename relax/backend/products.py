@@ -67,8 +67,8 @@ def _has_onednn() -> bool:
 
 
 def multiply_on_cpu(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same product faster. megatron's linear layers call it inside autograd functions, where nobody keeps the operands:
-    widened ones then live in memory that every product uses again."""
+    """The same product faster. megatron's linear layers call it inside autograd functions, where nobody keeps the operands;
+    where autograd would record it, `_Product` is the record."""
 
     transposes = multiply is torch.nn.functional.linear
 
@@ -77,15 +77,33 @@ def multiply_on_cpu(multiply: Callable[..., torch.Tensor]) -> Callable[..., torc
         widens = a.dtype == b.dtype == torch.bfloat16 and not cpu_multiplies_bf16()
         if args or kwargs or not (widens or a.dtype == b.dtype == torch.float32):
             return multiply(a, b, *args, **kwargs)
-        if torch.is_grad_enabled() or b.dim() != 2 or a.dim() < 2:
+        if b.dim() != 2 or a.dim() < 2:
             return multiply(a.float(), b.float()).to(a.dtype)
         rows, b = a.flatten(0, -2), b.t() if transposes else b
-        if widens:
-            rows, b = _widened_once(rows, "a"), _widened_once(b, "b")
-        result = _mm(rows, b) if b.is_contiguous() else times_transposed(rows, b.t())
-        return result.to(a.dtype).unflatten(0, a.shape[:-1])
+        result: torch.Tensor = _Product.apply(rows, b) if torch.is_grad_enabled() else _multiplied(rows, b)
+        return result.unflatten(0, a.shape[:-1])
 
     return product
+
+
+def _multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [m, k] times b [k, n], both fp32, or both bf16 and widened in memory that every product uses again."""
+    wide_a, wide_b = (a, b) if a.dtype == torch.float32 else (_widened_once(a, "a"), _widened_once(b, "b"))
+    return (_mm(wide_a, wide_b) if b.is_contiguous() else times_transposed(wide_a, wide_b.t())).to(a.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """`_multiplied` and its gradients: with a policy's own products a reference pass would give other bits."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return _multiplied(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        (a, b), (of_a, of_b) = ctx.saved_tensors, ctx.needs_input_grad
+        return _multiplied(grad, b.t()) if of_a else None, _multiplied(grad.t(), a).t() if of_b else None
 
 
 def _widened_once(matrix: torch.Tensor, use: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ and resumes what one process and the layout before it saved.
 One start serves all layouts, since imports cost more than the work.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from relax.errors import UserError
 from relax.memory import stage_parameters
 from relax.objectives import OBJECTIVES
 from relax.packing import plan_step
-from tests.engines import train_and_resume
+from tests.engines import STANDING, start_batch, train_and_resume, values_at_start, with_reference
 from tests.models import random_pairs
 
 CPU = torch.device("cpu")
@@ -47,6 +48,9 @@ def main(directory: Path) -> None:
                 results[path.name]["trained"] = train(path, head, layout, save=output / "saved" / path.name, **options)
                 former = saved[distributed] / "saved" / path.name
                 results[path.name]["resumed"] = train(path, head, layout, load=former, **options)
+                if head == "lm":
+                    for dtype in (torch.float32, torch.bfloat16):
+                        results[path.name][f"start, {dtype}"] = at_start(path, layout, dtype=dtype, **options)
         saved[distributed] = output
         results["error"] = refused(Path(job["contradiction"]), layout)
         torch.save(results, output / f"rank{dist.get_rank()}.pt")
@@ -71,9 +75,23 @@ def train(
     return train_and_resume(engine, distributed=distributed, **places)
 
 
-def build(model: Path, head: str, layout: parallel.ParallelConfig, **overrides: Any) -> Engine:
+def at_start(
+    model: Path, layout: parallel.ParallelConfig, *, dtype: torch.dtype, seed: int, distributed: bool, overrides: dict[str, Any]
+) -> list[tuple[float, ...]]:
+    """Of a policy that is its reference, see `values_at_start`."""
+    engine = build(model, "lm", layout, dtype=dtype, **overrides)
+    with on_device(CPU):
+        load_hf_weights(engine.chunks, model, engine.hf_config, seed=seed)
+    batch = with_reference(engine, start_batch(engine))
+    engine.prepare_training(dataclasses.replace(STANDING, distributed=distributed, overlap=distributed))
+    return values_at_start(engine, batch)
+
+
+def build(
+    model: Path, head: str, layout: parallel.ParallelConfig, *, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Engine:
     objective = OBJECTIVES["dpo" if head == "lm" else "rm"]()
-    engine = Engine(read_hf_config(model), objective=objective, device=CPU, dtype=torch.float32, parallel=layout, **overrides)
+    engine = Engine(read_hf_config(model), objective=objective, device=CPU, dtype=dtype, parallel=layout, **overrides)
     for chunk in engine.chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)

@@ -6,7 +6,6 @@ the same ones.
 """
 
 import dataclasses
-import math
 import multiprocessing
 import os
 import socket
@@ -31,7 +30,19 @@ from relax.backend.weights import load_hf_weights, weight_hashes
 from relax.objectives import OBJECTIVES
 from relax.packing import StepPlan, plan_step
 from relax.weights import resume
-from tests.engines import OPTIONS, assert_near, lengths_of, make_batch, make_pairs, parameters, with_reference
+from tests.engines import (
+    OPTIONS,
+    STANDING,
+    UNMOVED,
+    assert_near,
+    lengths_of,
+    make_batch,
+    make_pairs,
+    parameters,
+    start_batch,
+    values_at_start,
+    with_reference,
+)
 from tests.models import save_tiny
 
 pytestmark = pytest.mark.distributed
@@ -92,10 +103,12 @@ def resumed(model: Path, layout: ParallelConfig, plans: Plans, *, distributed: b
     return outcome(engine, [engine.train_step(second)])
 
 
-def losses_in_bf16(model: Path, layout: ParallelConfig) -> list[float]:
-    """Of a policy that is its reference."""
-    engine = build(model, layout, dtype=torch.bfloat16)
-    return [loss for batch in batches_of(engine, None) for loss in engine.evaluate(batch)[:, 0].tolist()]
+def at_start(model: Path, layout: ParallelConfig, *, dtype: torch.dtype, distributed: bool) -> list[tuple[float, ...]]:
+    """Of a policy that is its reference, see `values_at_start`."""
+    engine = build(model, layout, dtype=dtype)
+    batch = with_reference(engine, start_batch(engine))
+    engine.prepare_training(dataclasses.replace(STANDING, distributed=distributed, overlap=distributed))
+    return values_at_start(engine, batch)
 
 
 def build(model: Path, layout: ParallelConfig, *, dtype: torch.dtype = torch.float32) -> Engine:
@@ -172,7 +185,9 @@ def worker(root: Path, rank: int, size: int) -> None:
             common = {"model": root / model, "layout": layout, "plans": None, "distributed": distributed}
             found = run(**common, place=place)
             found["resumed"] = resumed(**common, place=one)
-            found["bf16"] = losses_in_bf16(root / model, layout) if model == "experts" else []
+            if "reward" not in model:
+                for dtype in (torch.float32, torch.bfloat16):
+                    found[f"start, {dtype}"] = at_start(root / model, layout, dtype=dtype, distributed=distributed)
             torch.save(found, place / f"rank{rank}.pt")
         parallel_state.destroy_model_parallel()
     parallel.shutdown()
@@ -209,8 +224,9 @@ def test_a_layout_changes_nothing(root: Path, ranks: int, name: str) -> None:
         assert files == sorted(file.name for file in (place / "exported").iterdir())
         for file in files:
             assert (place / "exported" / file).read_bytes() == (one / "exported" / file).read_bytes(), (model, file)
-        if "reward" not in model:  # policy and reference, bit for bit
-            assert {row[0] for row in found[0]["values"][0]} | set(found[0]["bf16"]) == {math.log(2)}
+        if "reward" not in model:
+            for dtype in (torch.float32, torch.bfloat16):
+                assert found[0][f"start, {dtype}"] == UNMOVED, (model, dtype)
         assert_like(found[0], expected)
 
 

@@ -76,28 +76,6 @@ def step(directories: dict[str, Path], references: np.ndarray) -> Callable[..., 
 # Step 0
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_policy_that_is_its_reference_gives_ln_2_exactly(
-    directories: dict[str, Path], dtype: torch.dtype, share: bool
-) -> None:
-    engine = make_engine(directories["dpo"], "dpo", dtype=dtype)
-    pairs = make_pairs(SIZES)
-    plan = plan_step(lengths_of(pairs), max_tokens=60, share_prompt=share)
-    assert len(plan.ranks[0]) > 1
-    batch = with_reference(engine, make_batch(pairs, plan=plan))
-    assert len(np.unique(batch.references)) == 2 * len(pairs)
-    for values in (engine.evaluate(batch), engine.train_step(batch).values):
-        assert (column(engine, values, "loss") == LN2).all()
-        for side in ("chosen", "rejected"):
-            logps, reference = (column(engine, values, f"{kind}_{side}") for kind in ("logps", "ref_logps"))
-            assert (logps == reference).all()
-            assert (column(engine, values, f"reward_{side}") == 0).all()
-        assert (column(engine, values, "strict_accuracy") == 0).all()
-        assert (column(engine, values, "tie_rate") == 1).all()
-        assert (column(engine, values, "tie_aware_accuracy") == 0.5).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_zero_reward_head_gives_ln_2_exactly(directories: dict[str, Path], dtype: torch.dtype) -> None:
     engine = make_engine(directories["rm"], "rm", dtype=dtype, options=None)

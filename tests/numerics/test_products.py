@@ -55,6 +55,27 @@ def test_a_product_that_autograd_records_keeps_its_own_operands() -> None:
     assert torch.equal(x.grad, w.detach().float().sum(1).bfloat16().expand(3, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [3, 300])  # on both sides of where oneDNN takes over
+def test_a_product_has_the_same_bits_where_autograd_records_it(rows: int, dtype: torch.dtype) -> None:
+    """Else a policy would not start at its reference; its gradients are those of torch's own product."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((rows, 2, 400), (120, 400), (rows, 2, 120))
+    x, w, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    assert (2 * rows * w.numel() > LARGE) == (rows == 300)
+    x.requires_grad_(), w.requires_grad_()
+    with on_device(CPU):
+        for multiply in (torch.nn.functional.linear, lambda x, w: torch.matmul(x, w.t())):
+            with torch.no_grad():
+                expected = multiply(x, w)
+            found = multiply(x, w)
+            assert torch.equal(found, expected)
+            grads = torch.autograd.grad(found, (x, w), grad)
+            exact = (grad.double() @ w.double(), grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1))
+            for part, whole in zip(grads, exact, strict=True):
+                torch.testing.assert_close(part.double(), whole, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_weight_gradient_is_added_to_the_fp32_buffer_unrounded(dtype: torch.dtype) -> None:
     x, grad = (tensor.to(dtype) for tensor in matrices((6, 4), (6, 3)))
