@@ -3,7 +3,8 @@
 The file's name is a digest of everything that the numbers depend on: the reference's weights, the data, and the numeric
 identity (dtype, device, layout, sharing, seed, batch, budget, library version). A row carries a digest of the pair's token
 ids and of its two numbers, checked on every read, so that a row is right, or missing, never another pair's. Rows are written
-as they are computed: an interrupted pass continues where it stopped.
+as they are computed: an interrupted pass continues where it stopped. A pass that ends leaves a checksum of the whole file
+beside it: while that holds, the rows are those that were written, and millions are read in the time of one look at the file.
 """
 
 import hashlib
@@ -12,6 +13,10 @@ import os
 from pathlib import Path
 
 import numpy as np
+import xxhash
+
+from relax.data.checksums import check_regular
+from relax.data.scratch import whole_file
 
 ROW = np.dtype([("check", "<u8", 2), ("scores", "<f4", 2)])
 
@@ -20,27 +25,55 @@ class ReferenceTable:
     """Rows for one data set, in memory as [num_pairs, 2] fp32 with NaN where missing; on disk where `path` is given."""
 
     def __init__(self, hashes: np.ndarray, *, path: Path | None) -> None:
-        """hashes: uint8 [num_pairs, 16], the digest of each pair's token ids."""
+        """hashes: uint8 [num_pairs, 16], the digest of each pair's token ids. UserError for a link in the file's place."""
         self.hashes = hashes
         self.values = np.full((len(hashes), 2), np.nan, dtype=np.float32)
+        self.damaged = 0  # rows that were not as they were written, or not written whole; they are absent
+        self.path = path
         self._rows = self._open(path) if path else None
+        self._sealed = False
         if self._rows is not None:
             self._read()
 
     def _open(self, path: Path) -> np.memmap:
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_regular(path)
         size = len(self.hashes) * ROW.itemsize
-        with open(path, "a+b") as file:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:
             if os.fstat(file.fileno()).st_size != size:
                 file.truncate(size)
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so here; later, writing through the map would kill
-        return np.memmap(path, dtype=ROW, mode="r+", shape=(len(self.hashes),))
+            return np.memmap(file, dtype=ROW, mode="r+", shape=(len(self.hashes),))
 
     def _read(self) -> None:
         assert self._rows is not None
-        for i in np.flatnonzero(self._rows["check"].any(axis=1)):
-            if (self._rows["check"][i] == _check(self.hashes[i], self._rows["scores"][i])).all():
-                self.values[i] = self._rows["scores"][i]
+        written = np.flatnonzero(self._rows["check"].any(axis=1))
+        self._sealed = self._seal_holds()
+        if not self._sealed:
+            checks = np.array([_check(self.hashes[i], self._rows["scores"][i]) for i in written], "<u8").reshape(-1, 2)
+            right = (self._rows["check"][written] == checks).all(axis=1)
+            self._rows["check"][written[~right]] = 0  # before a seal covers them
+            self.damaged, written = int((~right).sum()), written[right]
+        self.values[written] = self._rows["scores"][written]
+
+    def seal(self) -> None:
+        """Keep a checksum of the file as it is now, for the next one that reads it."""
+        if self.path and not self._sealed:
+            with whole_file(_seal_path(self.path)) as stream:
+                stream.write(self._checksum() + "\n")
+            self._sealed = True
+
+    def _seal_holds(self) -> bool:
+        assert self.path
+        check_regular(seal := _seal_path(self.path))
+        return seal.exists() and seal.read_text("latin-1").strip() == self._checksum()
+
+    def _checksum(self) -> str:
+        """Of the pairs' digests and of every byte of the file."""
+        assert self._rows is not None
+        digest = xxhash.xxh3_128(np.ascontiguousarray(self.hashes).data)
+        digest.update(self._rows.view(np.uint8).data)
+        return digest.hexdigest()
 
     @property
     def absent(self) -> np.ndarray:
@@ -56,6 +89,7 @@ class ReferenceTable:
         self.values[indices] = scores
         if self._rows is None:
             return
+        self._sealed = False
         for i in indices:
             self._rows["scores"][i] = self.values[i]
             self._rows["check"][i] = _check(self.hashes[i], self.values[i])
@@ -75,10 +109,13 @@ def table_path(directory: Path, identity: dict[str, object]) -> Path:
     digest = hashlib.sha256(text.encode()).hexdigest()[:24]
     directory.mkdir(parents=True, exist_ok=True)
     description = directory / f"reference-{digest}.json"
-    aside = description.with_suffix(f".{os.getpid()}")
-    aside.write_text(text + "\n")
-    aside.replace(description)
+    with whole_file(description) as stream:
+        stream.write(text + "\n")
     return directory / f"reference-{digest}.table"
+
+
+def _seal_path(table: Path) -> Path:
+    return table.with_suffix(".xxh128")
 
 
 def _check(pair_hash: np.ndarray, scores: np.ndarray) -> np.ndarray:

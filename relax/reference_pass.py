@@ -34,10 +34,7 @@ def open_table(engine: Engine, batches: Batches, *, reference_sha256: str, direc
             path = table_path(directory, _identity(engine, batches, reference_sha256=reference_sha256))
             table = ReferenceTable(batches.dataset.hashes, path=path)
         except OSError as error:
-            raise UserError(
-                f"--data-cache-dir {directory}: the reference table cannot be written: {error.strerror}. Free space, or choose "
-                "another place"
-            ) from None
+            raise _cannot_write(directory, error) from None
 
     agree(open_file if is_main_rank() else None)
     values = torch.from_numpy(table.values).to(engine.device)
@@ -55,6 +52,7 @@ def fill_table(engine: Engine, batches: Batches, *, steps: range, after_each: Ca
     assert table is not None
     lacking = batches.order.taken_by(steps) & table.absent
     if not lacking.any():
+        _seal(table)
         return 0
     scored = 0
     for step in batches.order.first_steps_with(lacking):
@@ -68,7 +66,26 @@ def fill_table(engine: Engine, batches: Batches, *, steps: range, after_each: Ca
         table.put(indices, scores)
         scored += len(indices)
         after_each()
+    _seal(table)
     return scored
+
+
+def _seal(table: ReferenceTable) -> None:
+    def seal() -> None:
+        try:
+            table.seal()
+        except OSError as error:
+            assert table.path
+            raise _cannot_write(table.path.parent, error) from None
+
+    agree(seal)
+
+
+def _cannot_write(directory: Path, error: OSError) -> UserError:
+    return UserError(
+        f"--data-cache-dir {directory}: the reference table cannot be written: {error.strerror}. Free space, or choose "
+        "another place"
+    )
 
 
 def _identity(engine: Engine, batches: Batches, *, reference_sha256: str) -> dict[str, object]:

@@ -26,6 +26,8 @@ from relax.backend.parallel import agree, initialize, main_rank_first
 from relax.batches import Batches, ReadAhead
 from relax.data import load_pairs
 from relax.data.held_out import check_held_out
+from relax.data.report import OneByOne, counted
+from relax.data.scratch import whole_file
 from relax.errors import UserError
 from relax.loss_flags import build_objective
 from relax.objectives import with_role
@@ -135,7 +137,7 @@ class RunSetup:
     def _read(self, paths: list[str], *, title: str) -> Batches:
         args = self.args
         dataset = main_rank_first(
-            lambda: load_pairs(
+            lambda first: load_pairs(
                 paths,
                 tokenizer_dir=args.hf_checkpoint,
                 options=data_options(args, whole_render=self.objective.head == "scalar"),
@@ -143,6 +145,7 @@ class RunSetup:
                 num_workers=args.num_workers,
                 title=title,
                 indexed=indexed,
+                verify=first,
             )
         )
         check_vocabulary(dataset, args, self.hf_config)
@@ -165,11 +168,10 @@ class RunSetup:
         self.tracker = self._open_tracker()
 
     def _write_data_report(self) -> None:
-        report = {title: batches.dataset.report.to_json() for title, batches in self.sets.items()}
-        directory = self.args.log_dir / self.args.exp_name
-        directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-        (directory / "data_report.json").write_text(text, encoding="utf-8", errors="backslashreplace")
+        report = {title: batches.dataset.report.to_json(rows=OneByOne) for title, batches in self.sets.items()}
+        with whole_file(self.args.log_dir / self.args.exp_name / "data_report.json") as stream:
+            json.dump(report, stream, indent=1, ensure_ascii=False)
+            stream.write("\n")
 
     def _prepare_weights(self) -> None:
         """The reference's numbers first, while the model alone is in memory; then the policy's weights, then the optimizer."""
@@ -205,6 +207,8 @@ class RunSetup:
             used = range(self.start_step + 1, self.total_steps + 1) if title == "train" else batches.all_steps
             start = time.perf_counter()
             open_table(self.engine, batches, reference_sha256=sha256, directory=self.args.data_cache_dir)
+            if batches.table and (damaged := batches.table.damaged):
+                self.say(f"reference, {title}: {counted(damaged, 'stored row')} damaged or half written: not used")
             scored = fill_table(self.engine, batches, steps=used, after_each=self._heed_signals)
             seconds = time.perf_counter() - start
             self.say(f"reference, {title}: {scored} pairs scored in {seconds:.1f} s, the rest known")

@@ -7,7 +7,6 @@ Invariants:
 """
 
 import argparse
-import contextlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from relax.batches import Batches
 from relax.data import DataReport, PairDataset, load_pairs
 from relax.data.directories import expand_paths
 from relax.data.pipeline import read_files
+from relax.data.scratch import whole_file
 from relax.errors import UserError
 from relax.loss_flags import build_objective, settle_objective
 from relax.metrics import group_means
@@ -107,7 +107,7 @@ def _objective(args: argparse.Namespace, *, head: Head) -> Objective:
 def _read(args: argparse.Namespace, *, head: Head) -> PairDataset:
     options = replace(data_options(args, whole_render=head == "scalar"), drop_duplicates=False)
     dataset = main_rank_first(
-        lambda: load_pairs(
+        lambda first: load_pairs(
             args.prompt_data,
             tokenizer_dir=args.hf_checkpoint,
             options=options,
@@ -115,6 +115,7 @@ def _read(args: argparse.Namespace, *, head: Head) -> PairDataset:
             num_workers=args.num_workers,
             title="score",
             indexed=indexed,
+            verify=first,
         )
     )
     unused = {name: rows for name, rows in dataset.report.unused_columns.items() if name != args.subset_key}
@@ -165,21 +166,16 @@ def _write(output: Path, lines: list[Line], objective: Objective, values: np.nda
     (strict,) = with_role(objective.metrics, "strict")
     correct = values[:, objective.metrics.index(strict)] == 1
     numbers = iter(zip(values[:, columns].tolist(), correct.tolist(), strict=True))
-    aside = output.with_name(f".{output.name}.partial")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with whole_file(output) as file:
             for line in lines:
                 found: dict[str, Any] = {"dropped": line.dropped}
                 if not line.dropped:
                     scores, right = next(numbers)
                     found = {**dict(zip(names, scores, strict=True)), "correct": right}
                 file.write(json.dumps({**line.facts, **found}, ensure_ascii=False) + "\n")
-        aside.rename(output)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):  # what keeps the output from being written may keep this from being deleted
-            aside.unlink()
 
 
 def table(subsets: list[str], objective: Objective, values: np.ndarray) -> str:

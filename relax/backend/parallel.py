@@ -101,13 +101,16 @@ def _free_port() -> int:
         return port
 
 
-def main_rank_first(work: Callable[[], T]) -> T:
-    """Run `work` on each node's first rank, then on the others (which find its files); one rank's UserError is everyone's."""
+def main_rank_first(work: Callable[[bool], T]) -> T:
+    """Run `work(True)` on each node's first rank, then `work(False)` on the others, which find its files.
+
+    One rank's UserError is everyone's.
+    """
     first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     result: list[T] = []
 
     def attempt() -> None:
-        result.append(work())
+        result.append(work(first))
 
     agree(attempt if first else None)
     agree(None if first else attempt)

@@ -1,17 +1,17 @@
 """Tokenized pairs on disk: written once as flat arrays, read back through memory maps.
 
 A cache entry is a directory of `tokens.bin` (int32, each pair as prompt, chosen, rejected), `lengths.npy`,
-`hashes.npy`, `margins.npy` (where rows have margins) and `meta.json`. It is written beside its final name and renamed
-when complete.
+`hashes.npy`, `margins.npy` (where rows have margins), `meta.json`, the refused rows of the report, and the checksums of
+all of them. It is written beside its final name and renamed when complete.
 
-Invariants: an entry under its final name is complete; several processes may write the same entry, and one of them wins;
-reading pair i touches only its own bytes; the same pairs give the same fingerprint wherever they came from.
+Invariants: an entry under its final name is complete; one that is damaged is told apart and written again; several
+processes may write the same entry, and one of them wins; reading pair i touches only its own bytes; the same pairs give
+the same fingerprint wherever they came from.
 """
 
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Any, BinaryIO, Protocol, Self
 
 import numpy as np
 
+from relax.data.checksums import check_regular, damage, write_checksums
 from relax.data.report import DataReport
 from relax.data.scratch import scratch_directory
 from relax.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class PairDataset:
     def open(cls, directory: Path, *, paths: Sequence[str], title: str) -> Self:
         """A complete cache entry, for data files that are called `paths` now."""
         meta = json.loads((directory / "meta.json").read_text())
-        return cls(directory, report=DataReport.from_meta(meta["report"], title=title, paths=paths), meta=meta)
+        report = DataReport.from_meta(meta["report"], title=title, paths=paths, directory=directory)
+        return cls(directory, report=report, meta=meta)
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -158,7 +160,7 @@ class EntryWriter:
         self._hashes.append(pairs.hashes)
         self._margins.append(pairs.margins)
 
-    def publish(self, report: dict[str, Any]) -> None:
+    def publish(self, report: DataReport) -> None:
         """Complete the entry and give it its name; an equal entry that another process published first stays."""
         lengths = np.concatenate([np.empty((0, 3), np.int64), *self._lengths])
         hashes = np.concatenate([np.empty((0, 16), np.uint8), *self._hashes])
@@ -175,38 +177,37 @@ class EntryWriter:
             "margins": has_margins,
             "max_token_id": self._max_token_id,
             "fingerprint": digest.hexdigest(),
-            "report": report,
+            "report": report.to_meta(self._directory),
         }
         for name, array in arrays.items():
-            with (self._directory / f"{name}.npy").open("wb") as stream:
-                np.save(stream, array)
-                _sync(stream)
-        with (self._directory / "meta.json").open("wb") as stream:
-            stream.write(json.dumps(meta).encode())
-            _sync(stream)
-        _sync(self._tokens)
+            np.save(self._directory / f"{name}.npy", array)
+        (self._directory / "meta.json").write_text(json.dumps(meta))
+        self._tokens.close()
+        for file in self._directory.iterdir():
+            _sync(file)
+        write_checksums(self._directory)
+        self._take_name()
+
+    def _take_name(self) -> None:
         try:
             os.rename(self._directory, self._target)
         except OSError:
-            if not is_complete(self._target):
-                raise
+            problem = entry_problem(self._target)
+            if problem is None:
+                return
+            with scratch_directory(self._target) as aside:
+                if problem:
+                    os.rename(self._target, aside / "damaged")
+                os.rename(self._directory, self._target)
 
 
-def is_complete(directory: Path) -> bool:
-    """Whether an entry is there with all its bytes (a damaged one is removed, to be written again)."""
-    if not directory.is_dir():
-        return False
+def entry_problem(directory: Path) -> str | None:
+    """None for an entry as it was written, "" where there is none, else what is damaged. UserError for links in its place."""
     try:
-        lengths = np.load(directory / "lengths.npy", mmap_mode="r")
-        meta = json.loads((directory / "meta.json").read_text())
-        arrays = ["hashes"] + (["margins"] if meta["margins"] else [])
-        rows = {len(np.load(directory / f"{name}.npy", mmap_mode="r")) for name in arrays}
-        whole = rows == {len(lengths)} and (directory / "tokens.bin").stat().st_size == 4 * int(lengths.sum())
-    except (OSError, ValueError, KeyError, EOFError):
-        whole = False
-    if not whole:
-        shutil.rmtree(directory, ignore_errors=True)
-    return whole
+        check_regular(directory)
+        return damage(directory) if directory.is_dir() else ""
+    except OSError as error:
+        raise cache_failure(directory.parent, error) from error
 
 
 def cache_failure(directory: Path, error: OSError) -> UserError:
@@ -217,6 +218,6 @@ def cache_failure(directory: Path, error: OSError) -> UserError:
     )
 
 
-def _sync(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
+def _sync(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())

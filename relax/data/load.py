@@ -1,7 +1,7 @@
 """Data files -> `PairDataset`: from the cache where these very pairs were tokenized before, else through the pipeline.
 
-Invariants: the result depends on file contents, tokenizer and options alone; a tokenized prefix gives the pairs, and so
-the fingerprint, of the rows that it was made from.
+Invariants: the result depends on file contents, tokenizer and options alone, whatever became of the cache; a tokenized
+prefix gives the pairs, and so the fingerprint, of the rows that it was made from.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from relax.data.dataset import EntryWriter, PairDataset, cache_failure, is_complete
+from relax.data.dataset import EntryWriter, PairDataset, cache_failure, entry_problem
 from relax.data.directories import expand_paths, left_out
 from relax.data.fingerprint import cache_key
 from relax.data.options import DataOptions
@@ -27,10 +27,12 @@ def load_pairs(
     num_workers: int,
     title: str,
     indexed: IndexedFormat | None = None,
+    verify: bool = True,
 ) -> PairDataset:
     """Read, tokenize and cache the pairs of `paths`, in order; `title` names the set in the report.
 
-    `indexed` reads tokenized prefixes. Raises `UserError` for files or tokenizers that cannot be used, for the first bad
+    `indexed` reads tokenized prefixes. Without `verify`, an entry that is there is not read for damage: another process did.
+    Raises `UserError` for files or tokenizers that cannot be used, for the first bad
     row under `options.strict`, and with the whole report when no row is left or more than half are bad, those dropped as
     asked not counted. Several processes may call it at once.
     """
@@ -39,7 +41,8 @@ def load_pairs(
     if not tokenizer_dir.is_dir():
         load_tokenizer(tokenizer_dir)  # says what is missing
     entry = Path(cache_dir) / cache_key(files, tokenizer_dir=tokenizer_dir, options=options)
-    if not is_complete(entry):
+    problem = entry_problem(entry) if verify or not entry.is_dir() else None
+    if problem is not None:
         scans = scan_files(files, options=options, indexed=indexed)
         tokenizer = load_tokenizer(tokenizer_dir)
         try:
@@ -61,9 +64,10 @@ def load_pairs(
                     indexed=indexed,
                     progress=show,
                 )
-                writer.publish(report.to_meta())
+                writer.publish(report)
         except OSError as error:
             raise cache_failure(entry.parent, error) from error
     dataset = PairDataset.open(entry, paths=[str(file) for file in files], title=title)
-    dataset.report = dataset.report.with_notes(*left_out(paths))
+    rebuilt = [f"{entry}: {problem}; the rows were tokenized again"] if problem else []
+    dataset.report = dataset.report.with_notes(*rebuilt, *left_out(paths))
     return dataset

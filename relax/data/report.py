@@ -2,14 +2,18 @@
 
 Invariants: rows read = rows kept + rejected rows over all reasons; every refused row is listed under its reason's
 stable code with file and row number, the first few with what was wrong. Memory grows neither with the rows read, whose
-lengths are only counted, nor with the refused ones, which are kept on disk.
+lengths are only counted, nor with the refused ones, which are kept on disk and go from file to file.
 """
 
 import dataclasses
-import sqlite3
+import os
+import shutil
+import struct
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -37,25 +41,39 @@ class FileSummary:
 
 
 class RowNumbers:
-    """(file, row number) of some rows, in order; on disk where they are many, as `SeenRows` is."""
+    """(file, row number) of some rows, in order, in a file without a name: any number of them takes the same memory."""
 
-    def __init__(self, rows: Iterable[tuple[int, int]] = ()) -> None:
-        self._count = 0
-        self._database = sqlite3.connect("", isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute("CREATE TABLE rows (file INTEGER, number INTEGER)")
-        for row in rows:
-            self.append(row)
+    ROW = struct.Struct("<qq")
+    BLOCK = 4096 * ROW.size
+
+    def __init__(self, stored: Path | None = None) -> None:
+        """Empty, or what `save` wrote."""
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as this object lives
+        if stored:
+            with stored.open("rb") as stream:
+                shutil.copyfileobj(stream, self._file)
+        self._count = self._file.tell() // self.ROW.size
 
     def append(self, row: tuple[int, int]) -> None:
-        self._database.execute("INSERT INTO rows VALUES (?, ?)", row)
+        self._file.write(self.ROW.pack(*row))
         self._count += 1
 
     def __len__(self) -> int:
         return self._count
 
+    def _blocks(self) -> Iterator[bytes]:
+        self._file.flush()
+        for start in range(0, self._count * self.ROW.size, self.BLOCK):
+            yield os.pread(self._file.fileno(), self.BLOCK, start)
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return self._database.execute("SELECT file, number FROM rows ORDER BY rowid")
+        for block in self._blocks():
+            yield from self.ROW.iter_unpack(block)
+
+    def save(self, path: Path) -> None:
+        """Write them into a file of their own."""
+        with path.open("wb") as stream:
+            stream.writelines(self._blocks())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +126,27 @@ class DataReport:
         """The report with more notes, behind those that it has."""
         return dataclasses.replace(self, notes=(*self.notes, *notes))
 
-    def to_meta(self) -> dict[str, Any]:
-        """What a cache entry keeps: everything but the title and the paths, which a later reader may know otherwise."""
+    def to_meta(self, directory: Path) -> dict[str, Any]:
+        """What a cache entry keeps: everything but the title and the paths, which a later reader may know otherwise.
+
+        The refused rows go into files of their own in `directory`.
+        """
         meta = dataclasses.asdict(dataclasses.replace(self, rejected={}))
-        meta["rejected"] = {code: {"rows": list(r.rows), "details": r.details} for code, r in self.rejected.items()}
+        for code, rejections in self.rejected.items():
+            rejections.rows.save(_rows_file(directory, code))
+            meta["rejected"][code] = rejections.details
         del meta["title"]
         for file in meta["files"]:
             del file["path"]
         return meta
 
     @classmethod
-    def from_meta(cls, meta: dict[str, Any], *, title: str, paths: Sequence[str]) -> Self:
+    def from_meta(cls, meta: dict[str, Any], *, title: str, paths: Sequence[str], directory: Path) -> Self:
         """The report of a cache entry, for the files as they are called now."""
         files = (FileSummary(path=path, **file) for path, file in zip(paths, meta["files"], strict=True))
         rejected = {
-            code: Rejections(rows=RowNumbers(value["rows"]), details=value["details"])
-            for code, value in meta["rejected"].items()
+            code: Rejections(rows=RowNumbers(_rows_file(directory, code)), details=details)
+            for code, details in meta["rejected"].items()
         }
         return cls(title=title, **{**meta, "files": tuple(files), "rejected": rejected, "notes": tuple(meta["notes"])})
 
@@ -173,6 +196,10 @@ class DataReport:
             "unused_columns": self.unused_columns,
             "tokens": self.tokens,
         }
+
+
+def _rows_file(directory: Path, code: str) -> Path:
+    return directory / f"rejected_{code}.bin"
 
 
 class OneByOne(list[str]):

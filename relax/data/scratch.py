@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 _HOST = re.sub(r"[^0-9A-Za-z-]", "-", socket.gethostname())
 
@@ -34,6 +35,21 @@ def scratch_directory(target: Path) -> Iterator[Path]:
     finally:
         os.close(lock)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[IO[str]]:
+    """A text file that takes its name when it is complete; until then an older one keeps it, and a link is not followed.
+
+    Half of a surrogate pair, which JSON may hold and UTF-8 may not, is written as JSON's escape of it.
+    """
+    with scratch_directory(target) as directory:
+        aside = directory / target.name
+        with aside.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(aside, target)
 
 
 def _make(target: Path) -> tuple[Path, int]:

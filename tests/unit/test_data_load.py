@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import pytest
 
 from relax.data import DataOptions, PairDataset, dataset, load_pairs, pipeline, scratch, worker
 from relax.data import load as load_module
+from relax.data.checksums import CHECKSUMS
 from relax.data.fingerprint import cache_key
 from relax.data.pipeline import ADVICE
-from relax.data.report import TokenCounts
+from relax.data.report import DataReport, FileSummary, OneByOne, Rejections, TokenCounts
 from relax.data.rows import REASONS
+from relax.data.scratch import whole_file
 from relax.data.tokenizer import load_tokenizer
 from relax.data.worker import pair_hash
 from relax.errors import UserError
@@ -336,17 +339,109 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path, tokenizer_dir: Path, mon
         load(path, tokenizer_dir, workers=2)
 
 
-def test_a_damaged_entry_is_written_again(tmp_path: Path, tokenizer_dir: Path):
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+def flip(file: Path, *, byte: int = -1) -> None:
+    """One bit of a file, as a disk may lose it."""
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit of a token": (lambda entry: flip(entry / "tokens.bin", byte=8), "tokens.bin is not as it was written"),
+    "tokens cut": (lambda entry: os.truncate(entry / "tokens.bin", 8), "tokens.bin is not as it was written"),
+    "a bit of a length": (lambda entry: flip(entry / "lengths.npy"), "lengths.npy is not as it was written"),
+    "a bit of a hash": (lambda entry: flip(entry / "hashes.npy"), "hashes.npy is not as it was written"),
+    "a bit of a margin": (lambda entry: flip(entry / "margins.npy"), "margins.npy is not as it was written"),
+    "a refused row": (lambda entry: flip(entry / "rejected_identical.bin"), "rejected_identical.bin is not as it was"),
+    "hashes gone": (lambda entry: (entry / "hashes.npy").unlink(), "hashes.npy is missing"),
+    "a stranger": (lambda entry: (entry / "a").write_text(""), "a is not one of its files"),
+    "meta is a list": (lambda entry: (entry / "meta.json").write_text("[]"), "meta.json is not as it was written"),
+    "meta without its keys": (lambda entry: (entry / "meta.json").write_text('{"margins": false}'), "meta.json is not as"),
+    "meta cut": (lambda entry: os.truncate(entry / "meta.json", 9), "meta.json is not as it was written"),
+    "meta binary": (lambda entry: (entry / "meta.json").write_bytes(b"\xff\0"), "meta.json is not as it was written"),
+    "no checksums": (lambda entry: (entry / CHECKSUMS).unlink(), "checksums.xxh128 cannot be read"),
+    "checksums binary": (lambda entry: (entry / CHECKSUMS).write_bytes(b"\xff"), "checksums.xxh128 cannot be read"),
+    "checksums empty": (lambda entry: (entry / CHECKSUMS).write_bytes(b""), "hashes.npy is not one of its files"),
+    "an empty directory": (lambda entry: [file.unlink() for file in entry.iterdir()], "checksums.xxh128 cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_named_and_written_again(tmp_path: Path, tokenizer_dir: Path, damage: str):
+    path = write_jsonl(tmp_path / "a.jsonl", [*ROWS, chat_row("Q", "A", "A")])
     fingerprint = load(path, tokenizer_dir).fingerprint
+    (entry,), before = entries(tmp_path / "cache"), contents(tmp_path / "cache")
+    change, message = DAMAGE[damage]
+    change(entry)
+    again = load(path, tokenizer_dir)
+    assert again.fingerprint == fingerprint and contents(tmp_path / "cache") == before
+    (note,) = again.report.notes
+    assert note.startswith(f"{entry}: {message}") and note.endswith("; the rows were tokenized again")
+    assert f"  {note}" in again.report.table().splitlines()
+    assert load(path, tokenizer_dir).report.notes == ()
+
+
+def test_a_rank_trusts_what_another_has_checked(tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    options: dict[str, Any] = {"tokenizer_dir": tokenizer_dir, "options": DataOptions(), "cache_dir": tmp_path / "cache"}
+    paths = [str(write_jsonl(tmp_path / "a.jsonl", ROWS))]
+    first = load_pairs(paths, **options, num_workers=1, title="train", verify=False)
+    monkeypatch.setattr(dataset, "damage", None)
+    assert load_pairs(paths, **options, num_workers=1, title="train", verify=False).fingerprint == first.fingerprint
+    with pytest.raises(TypeError):
+        load_pairs(paths, **options, num_workers=1, title="train")
+
+
+@pytest.mark.parametrize("place", ["entry", "file", "nowhere"])
+def test_a_link_in_the_cache_is_refused_and_what_it_names_left_alone(tmp_path: Path, tokenizer_dir: Path, place: str):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    load(path, tokenizer_dir)
     (entry,) = entries(tmp_path / "cache")
-    for damage in (
-        lambda: os.truncate(entry / "tokens.bin", 8),
-        (entry / "hashes.npy").unlink,
-        lambda: os.truncate(entry / "meta.json", 9),
-    ):
-        damage()
-        assert load(path, tokenizer_dir).fingerprint == fingerprint
+    link, target = (entry / "tokens.bin", tmp_path / "tokens.bin") if place == "file" else (entry, tmp_path / "elsewhere")
+    link.rename(target)
+    link.symlink_to(tmp_path / "nothing" if place == "nowhere" else target)
+    before = sorted(target.iterdir()) if target.is_dir() else target.read_bytes()
+    with pytest.raises(UserError) as caught:
+        load(path, tokenizer_dir)
+    told = "is a symbolic link, and a cache holds files: remove it, or choose another --data-cache-dir"
+    assert str(caught.value) == f"{link} {told}"
+    assert before == (sorted(target.iterdir()) if target.is_dir() else target.read_bytes())
+    link.unlink()
+    assert len(load(path, tokenizer_dir)) == 8
+
+
+def test_a_fifo_in_the_cache_blocks_nobody(tmp_path: Path, tokenizer_dir: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    load(path, tokenizer_dir)
+    (entry,) = entries(tmp_path / "cache")
+    (entry / "meta.json").unlink()
+    os.mkfifo(entry / "meta.json")
+    with pytest.raises(UserError, match="meta.json is not a regular file, and a cache holds files"):
+        load(path, tokenizer_dir)
+
+
+def test_refused_rows_take_no_memory(tmp_path: Path):
+    """From the pipeline into the entry, out of it, and into data_report.json: fifty thousand of them, a row at a time."""
+    tracemalloc.start()
+    try:
+        rejections = Rejections()
+        for number in range(1, 50_001):
+            rejections.add((0, number), "no answer")
+        nothing = {"marks": {}, "unused_columns": {}, "tokens": {}}
+        files = (FileSummary("a.jsonl", "implicit_prompt", 50_000),)
+        report = DataReport(title="train", files=files, rows_kept=0, rejected={"schema": rejections}, **nothing)
+        meta = json.loads(json.dumps(report.to_meta(tmp_path)))
+        again = DataReport.from_meta(meta, title="train", paths=["b.jsonl"], directory=tmp_path)
+        with whole_file(tmp_path / "data_report.json") as stream:
+            json.dump(again.to_json(rows=OneByOne), stream, indent=1)
+        assert len(json.dumps(meta)) < 1000 and len(again.table()) < 1000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 500_000
+    written = json.loads((tmp_path / "data_report.json").read_text())["rejected"]["schema"]
+    assert written["count"] == again.rows_rejected == 50_000
+    assert written["rows"] == [f"b.jsonl:{number}" for number in range(1, 50_001)]
+    assert again.rejected["schema"].details == ["no answer"] * 5
 
 
 def test_what_a_killed_process_left_in_the_cache_is_removed(
@@ -367,7 +462,7 @@ def test_the_first_of_two_writers_wins(tmp_path: Path, tokenizer_dir: Path, monk
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     publish = dataset.EntryWriter.publish
 
-    def publish_late(writer: dataset.EntryWriter, report: dict[str, Any]) -> None:
+    def publish_late(writer: dataset.EntryWriter, report: DataReport) -> None:
         monkeypatch.setattr(dataset.EntryWriter, "publish", publish)
         load(path, tokenizer_dir)  # another process, meanwhile
         publish(writer, report)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax.data import scratch
-from relax.data.scratch import scratch_directory
+from relax.data.scratch import scratch_directory, whole_file
 from relax.data.seen import SeenRows
 
 KILLED = """
@@ -75,6 +75,36 @@ def test_nothing_is_removed_where_there_are_no_locks(tmp_path: Path, monkeypatch
     with scratch_directory(tmp_path / "a") as first, scratch_directory(tmp_path / "a") as second:
         assert sorted(tmp_path.iterdir()) == sorted([first, second])
     assert names(tmp_path) == []
+
+
+def test_a_file_takes_its_name_when_it_is_whole(tmp_path: Path):
+    target = tmp_path / "new" / "report.json"
+    for text in ("first", "second"):
+        with whole_file(target) as stream:
+            stream.write(text)
+            assert target.exists() == (text == "second"), "an older one keeps the name"
+        assert target.read_text() == text
+    with pytest.raises(KeyboardInterrupt), whole_file(target) as stream:
+        stream.write("third")
+        raise KeyboardInterrupt
+    assert target.read_text() == "second" and names(target.parent) == ["report.json"]
+
+
+def test_two_processes_with_one_pid_write_one_file(tmp_path: Path):
+    """Containers share a directory and each has its own process 7: names beside the file must not come from the pid."""
+    with whole_file(tmp_path / "a") as first, whole_file(tmp_path / "a") as second:
+        first.write("first")
+        second.write("second")
+        assert len(names(tmp_path)) == 2
+    assert (tmp_path / "a").read_text() == "first" and names(tmp_path) == ["a"]
+
+
+def test_a_whole_file_does_not_follow_a_link(tmp_path: Path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "a").symlink_to(tmp_path / "precious")
+    with whole_file(tmp_path / "a") as stream:
+        stream.write("new")
+    assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "a").is_symlink()
 
 
 def test_seen_rows_keep_the_first_row_of_every_key():

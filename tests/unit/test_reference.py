@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relax import reference
+from relax.errors import UserError
 from relax.reference import ROW, ReferenceTable, table_path
 
 SCORES = np.array([[-1.5, -2.25], [-3.0, -4.0], [-5.125, -0.5], [0.0, -7.0]], dtype=np.float32)
@@ -76,9 +78,60 @@ def test_a_torn_row_is_computed_again(tmp_path: Path, offset: int) -> None:
     content[2 * ROW.itemsize + offset] ^= 4
     (tmp_path / "t").write_bytes(content)
     table = ReferenceTable(hashes(), path=tmp_path / "t")
-    assert missing(table) == [2]
+    assert missing(table) == [2] and table.damaged == 1
+    assert ReferenceTable(hashes(), path=tmp_path / "t").damaged == 0, "told once, and absent from then on"
     table.put(at(2), SCORES[[2]])
     assert (ReferenceTable(hashes(), path=tmp_path / "t").take(np.arange(4)) == SCORES).all()
+
+
+def test_a_sealed_table_is_read_without_a_look_at_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "t", at(0, 2, 3)).seal()
+    monkeypatch.setattr(reference, "_check", None)
+    table = ReferenceTable(hashes(), path=tmp_path / "t")
+    assert missing(table) == [1] and table.damaged == 0
+    assert (table.take(at(3, 0, 2)) == SCORES[[3, 0, 2]]).all()
+    table.seal()  # nothing to do
+
+
+@pytest.mark.parametrize("offset", [0, 15, 16, 23])
+def test_a_seal_covers_every_bit(tmp_path: Path, offset: int) -> None:
+    filled(tmp_path / "t").seal()
+    content = bytearray((tmp_path / "t").read_bytes())
+    content[2 * ROW.itemsize + offset] ^= 4
+    (tmp_path / "t").write_bytes(content)
+    table = ReferenceTable(hashes(), path=tmp_path / "t")
+    assert (missing(table), table.damaged) == ([2], 1)
+    table.seal()  # a pass that did not need the row
+    assert missing(ReferenceTable(hashes(), path=tmp_path / "t")) == [2]
+
+
+def test_a_seal_holds_for_these_pairs_alone(tmp_path: Path) -> None:
+    filled(tmp_path / "t").seal()
+    assert missing(ReferenceTable(hashes(seed=1), path=tmp_path / "t")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seal", [b"", b"\xff\0", b"0" * 32])
+def test_a_broken_seal_costs_a_look_at_each_row(tmp_path: Path, seal: bytes) -> None:
+    filled(tmp_path / "t").seal()
+    (tmp_path / "t.xxh128").write_bytes(seal)
+    assert (ReferenceTable(hashes(), path=tmp_path / "t").take(np.arange(4)) == SCORES).all()
+
+
+def test_rows_put_after_a_seal_count(tmp_path: Path) -> None:
+    table = filled(tmp_path / "t", at(0))
+    table.seal()
+    table.put(at(1), SCORES[[1]])
+    assert missing(ReferenceTable(hashes(), path=tmp_path / "t")) == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["t", "t.xxh128"])
+def test_a_link_in_the_tables_place_is_refused(tmp_path: Path, name: str) -> None:
+    """Opened, it would have been cut to the table's size."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=f"{name} is a symbolic link, and a cache holds files: remove it"):
+        ReferenceTable(hashes(), path=tmp_path / "t")
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 @pytest.mark.parametrize("kept", [0, 1, 24, 60])
