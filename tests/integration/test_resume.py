@@ -147,3 +147,25 @@ def test_without_save_a_signal_still_ends_the_step(place: Workplace) -> None:
     ended = running.wait()
     assert ended.code == 143 and "nothing saved without --save" in ended.out
     assert torch.isfinite(torch.tensor(place.log("unsaved")[-1]["train/dpo/loss"]))
+
+
+def test_a_flipped_bit_in_the_cache_is_told_and_changes_nothing(fresh_place: Workplace) -> None:
+    """In the token file, in the description, and in a stored reference score."""
+    place = fresh_place
+    place.succeed(exp_name="whole")
+    cache = place.path(".cache/relax")
+    (table,), (entry,) = cache.glob("*.table"), (path for path in cache.iterdir() if path.is_dir())
+    clean = contents(cache)
+    for file, told in (
+        (entry / "tokens.bin", f"{entry.relative_to(place.path('.'))}: tokens.bin is not as it was written; the rows were"),
+        (entry / "meta.json", f"{entry.relative_to(place.path('.'))}: meta.json is not as it was written; the rows were"),
+        (table, "reference, train: 1 stored row damaged or half written: not used\n"),
+    ):
+        content = bytearray(file.read_bytes())
+        content[20] ^= 4  # of the first row's scores, in the table
+        file.write_bytes(content)
+        out = place.succeed(exp_name="run")
+        assert told in out
+        assert timeless(place.log("run")) == timeless(place.log("whole"))
+        assert contents(cache) == clean
+        assert told not in place.succeed(exp_name="run")

@@ -1,6 +1,9 @@
 """The documents: both READMEs say the same, and the code that they show runs."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,31 @@ def test_the_objective_of_the_readme_is_one() -> None:
     losses, metrics = mine(Scores(values, lengths=zeros + 5, group=torch.tensor([0, 0, 1, 1]), reference=zeros))
     assert losses.tolist() == [0.0, 1.5] and metrics["margin"].tolist() == [2.0, -1.0]
     assert list(metrics) == [metric.name for metric in mine.metrics] and mine.needs_reference and mine.head == "lm"
+
+
+HELP = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        assert name not in ("torch", "numpy", "transformers"), f"--help loads {name}"
+
+sys.meta_path.insert(0, NoTorch())
+from mine import Mine
+from relax.objectives import OBJECTIVES
+OBJECTIVES["mine"] = Mine
+from relax.arguments import parse_args
+parse_args(["--help"])
+"""
+
+
+def test_help_answers_without_torch_under_the_objective_of_the_readme(tmp_path: Path) -> None:
+    (code,) = (code for code in blocks("README.md", "python") if "class Mine" in code)
+    (tmp_path / "mine.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", HELP], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--mine-strength X mine: what it does, and its unit (default: 0.1)" in " ".join(done.stdout.split())
 
 
 def test_the_reader_of_contributing_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
