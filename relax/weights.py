@@ -17,7 +17,7 @@ from relax.backend.families import HFConfig
 from relax.backend.state import load_model_state, load_training_state, model_state, training_state
 from relax.backend.tensor_files import TensorFiles
 from relax.backend.weight_table import SCORE
-from relax.backend.weights import initialize_score, load_hf_weights, weight_hashes
+from relax.backend.weights import check_finite, initialize_score, load_hf_weights, weight_hashes
 from relax.errors import UserError
 from relax.objectives.base import Head
 
@@ -48,6 +48,7 @@ class WeightSource:
         """Fill the model. A reward model's head comes along, or is initialised from the seed where a base model has none."""
         if self.is_hugging_face:
             load_hf_weights(engine.chunks, self.path, engine.hf_config, seed=seed)
+            check_finite(engine.chunks, engine.hf_config, where=str(self.path))
             return
         load_weights(engine, self.checkpoint, seed=seed)
 
@@ -86,6 +87,7 @@ def load_weights(engine: Engine, info: CheckpointInfo, *, seed: int) -> None:
     load_model_state(engine, load_checkpoint(info, {"model": state})["model"], strict=not new_head)
     if new_head:
         initialize_score(engine.chunks, engine.hf_config, seed=seed)
+    check_finite(engine.chunks, engine.hf_config, where=info.where)
 
 
 def check_vocabulary_rows(config: HFConfig, info: CheckpointInfo) -> None:

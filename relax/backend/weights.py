@@ -81,6 +81,24 @@ def _refuse_other(source: TensorFiles, embedding: torch.Tensor, output: torch.Te
         )
 
 
+def check_finite(chunks: Sequence[PreferenceModel], config: HFConfig, *, where: str) -> None:
+    """UserError, on every rank, that names by Hugging Face's names what holds NaN or infinity; `where` it was read from."""
+
+    def work() -> None:
+        for entry in weight_plan(chunks, config):
+            if entry.stage != parallel_state.get_pipeline_model_parallel_rank():
+                continue
+            view = entry.view(chunks[entry.chunk].get_parameter(entry.parameter).detach())
+            for name, part in zip(entry.names, parts_of(view, entry.kind, chunks[0].config), strict=True):
+                if not all(bound.isfinite() for bound in torch.aminmax(part)):
+                    raise UserError(
+                        f"{where}: {name} holds values that are NaN or infinite; the file is damaged, or its training "
+                        "diverged: take another copy, or an earlier checkpoint"
+                    )
+
+    agree(work)
+
+
 @torch.no_grad()
 def initialize_score(chunks: Sequence[PreferenceModel], config: HFConfig, *, seed: int) -> None:
     """Draw the reward head from N(0, config.initializer_range), a function of the seed alone."""

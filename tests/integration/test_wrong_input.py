@@ -192,7 +192,7 @@ CASES: dict[str, tuple[Callable[[Workplace], Flags] | Flags, str, list[str]]] = 
         "--hf-checkpoint model: the data hold token id 258, but the model has a vocabulary of 257; ",
         [],
     ),
-    "NaN weights": (not_a_number, "the reference gives pair ", ["not a finite number", "--ref-load"]),
+    "NaN weights": (not_a_number, "model: model.norm.weight holds values that are NaN or infinite; the file is damaged", []),
     "no checkpoints": (no_checkpoints, "--load thesis is not a directory of checkpoints (iter_*): it holds chapter.txt", []),
 }
 

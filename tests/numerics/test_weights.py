@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from relax.backend.families import read_hf_config
 from relax.backend.model import PreferenceModel
-from relax.backend.weights import hf_tensors, weight_hashes
+from relax.backend.weights import check_finite, hf_tensors, load_hf_weights, weight_hashes
 from relax.errors import UserError
 from tests.models import FAMILIES, load, random_pairs, save_tiny, scores, stock_logps
 
@@ -168,6 +168,23 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
     with pytest.raises(UserError) as caught:
         load(tmp_path)
     assert str(caught.value) == f"{tmp_path}: the weights do not fit its config.json; {message}"
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_tensor_that_is_not_finite_is_named(tmp_path: Path, family: str) -> None:
+    """One value of each tensor in turn, experts and stacked ones too."""
+    save_tiny(tmp_path, family)
+    config, model = read_hf_config(tmp_path), load(tmp_path)
+    check_finite([model], config, where="here")
+    whole = stored_tensors(tmp_path)
+    for number, (name, tensor) in enumerate(whole.items()):
+        values = tensor.clone()
+        values.view(-1)[number % values.numel()] = (torch.nan, torch.inf, -torch.inf)[number % 3]
+        save_file({**whole, name: values}, tmp_path / "model.safetensors")
+        load_hf_weights([model], tmp_path, config, seed=0)
+        with pytest.raises(UserError, match=f"^here: {name} holds values that are NaN or infinite"):
+            check_finite([model], config, where="here")
 
 
 @pytest.mark.usefixtures("on_cpu")
