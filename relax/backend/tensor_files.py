@@ -3,11 +3,18 @@
 Tensors come by name from `model.safetensors` or from the files its index names. A read touches the bytes of its slice
 alone, and one file at a time is mapped into memory, of which little stays: pages that were read count as memory until
 they are unmapped. Writing takes the memory of one tensor. Nothing pickled is ever opened.
+
+Invariants:
+- Only regular files of the directory itself are opened, whatever an index or a link names. A Hugging Face cache's snapshot
+  is links to the files of its `blobs`, which count as its own.
+- A header that does not describe its file to the last byte is refused (by safetensors), and so is a tensor that two have.
 """
 
 import functools
 import json
 import math
+import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from relax.errors import UserError
+from relax.places import real
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -42,6 +50,10 @@ class TensorFiles:
         for path in _weight_files(directory):
             file = _opened(path)
             for name in list(file.keys()):
+                if name in self._stored:
+                    raise UserError(
+                        f"{path}: has {_shown(name)}, as {self._stored[name].path.name} does; copy the checkpoint again"
+                    )
                 view = file.get_slice(name)
                 self._stored[name] = _Stored(path, tuple(view.get_shape()), view.get_dtype())
         self._mapped: tuple[Path, Any] | None = None
@@ -63,7 +75,7 @@ class TensorFiles:
         stored = {name: self._stored[name] for name in expected if name in found}
         problems = {
             "missing": [name for name in expected if name not in found],
-            "unexpected": sorted(found - expected.keys()),
+            "unexpected": [_shown(name) for name in sorted(found - expected.keys())],
             "wrong shape": [
                 f"{name} {list(tensor.shape)} (the config says {list(expected[name])})"
                 for name, tensor in stored.items()
@@ -99,23 +111,52 @@ class TensorFiles:
 
 def _opened(path: Path) -> Any:
     """A safetensors file, its header read."""
+    _check_place(path)
     try:
         return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: unreadable or cut short ({_shown(str(error))}); copy the checkpoint again, whole") from None
+
+
+def _check_place(path: Path) -> None:
+    """UserError unless it is a regular file in the directory that names it."""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
         raise UserError(f"{path}: named in the index but absent; copy the checkpoint again, whole") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: unreadable or cut short ({error}); copy the checkpoint again, whole") from None
+    except OSError as error:
+        raise UserError(f"{path}: unreadable ({error.strerror}); copy the checkpoint again, whole") from None
+    if not regular:
+        raise UserError(f"{path}: not a file; copy the checkpoint again, whole")
+    directory = real(path.parent)
+    homes = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
+    if real(path).parent not in homes:
+        raise UserError(f"{path}: a link that leaves the model's directory, to {real(path)}; put the file there itself")
+
+
+def _shown(text: str) -> str:
+    """What a file says, as a message repeats it: a line of what can be printed, and not without end."""
+    line = "".join(character if character.isprintable() else "?" for character in text[:200])
+    return line + "..." * (len(text) > 200)
 
 
 def _weight_files(directory: Path) -> list[Path]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
+    if os.path.lexists(single):
         return [single]
-    if index.is_file():
+    if os.path.lexists(index):
+        _check_place(index)
         try:
-            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{index}: not a safetensors index ({error!r}); copy the checkpoint again, whole") from None
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            problem = _shown(repr(error))
+            raise UserError(f"{index}: not a safetensors index ({problem}); copy the checkpoint again, whole") from None
+        for name in names:
+            if not isinstance(name, str) or "\0" in name or name in ("", "..") or Path(name).name != name:
+                raise UserError(
+                    f"{index}: names {_shown(repr(name))}, which is no file of this directory; do not use this model"
+                )
+        return [directory / name for name in names]
     if any(directory.glob("*.bin")):
         raise UserError(
             f"{directory}: only pickled weights (.bin), which can run code and are never read; if you trust them, "
