@@ -98,6 +98,7 @@ class Run(RunSetup):
                 "consumed_pairs": self.train_set.consumed(step),
                 "num_pairs": len(self.train_set.dataset),
                 "data_fingerprint": self.train_set.dataset.fingerprint,
+                "template_date": self.date.isoformat(),
                 "arguments": self.flags(),
                 "versions": versions(),
             }

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from relax.backend.device import is_main_rank, peak_tflops, select_device
 from relax.backend.engine import Batch, Engine
 from relax.backend.export import check_output
 from relax.backend.families import model_shape, read_hf_config
-from relax.backend.parallel import agree, initialize, main_rank_first
+from relax.backend.parallel import agree, from_main_rank, initialize, main_rank_first
 from relax.batches import Batches, ReadAhead
 from relax.data import load_pairs
 from relax.data.held_out import check_held_out
@@ -102,6 +103,7 @@ class RunSetup:
             **recompute_options(args),
             **router_options(args),
         )
+        self.date = from_main_rank(self._template_date)
         self.packing = packing(args, dp_size=self.engine.dp_size, hidden_size=self.hf_config.hidden_size)
         self.train_set = self._read(args.prompt_data, title="train") if args.prompt_data else None
         self.eval_sets = {
@@ -146,6 +148,7 @@ class RunSetup:
                 title=title,
                 indexed=indexed,
                 verify=first,
+                today=self.date,
             )
         )
         check_vocabulary(dataset, args, self.hf_config)
@@ -159,6 +162,11 @@ class RunSetup:
             seed=args.seed,
             shuffle=args.shuffle and title == "train",
         )
+
+    def _template_date(self) -> date:
+        """The day that templates read from the clock: the first run's, through all that continue it."""
+        saved = self.resumed.run.get("template_date") if self.resumed and not self.args.finetune else None
+        return date.fromisoformat(saved) if saved else date.today()
 
     def _open_log(self) -> None:
         try:

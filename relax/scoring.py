@@ -9,6 +9,7 @@ Invariants:
 import argparse
 import json
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from relax.backend import indexed
 from relax.backend.device import is_main_rank, select_device
 from relax.backend.engine import Engine
 from relax.backend.families import read_hf_config
-from relax.backend.parallel import agree, initialize, main_rank_first, shutdown
+from relax.backend.parallel import agree, from_main_rank, initialize, main_rank_first, shutdown
 from relax.batches import Batches
 from relax.data import DataReport, PairDataset, load_pairs
 from relax.data.directories import expand_paths
@@ -106,6 +107,7 @@ def _objective(args: argparse.Namespace, *, head: Head) -> Objective:
 
 def _read(args: argparse.Namespace, *, head: Head) -> PairDataset:
     options = replace(data_options(args, whole_render=head == "scalar"), drop_duplicates=False)
+    today = from_main_rank(date.today)
     dataset = main_rank_first(
         lambda first: load_pairs(
             args.prompt_data,
@@ -116,6 +118,7 @@ def _read(args: argparse.Namespace, *, head: Head) -> PairDataset:
             title="score",
             indexed=indexed,
             verify=first,
+            today=today,
         )
     )
     unused = {name: rows for name, rows in dataset.report.unused_columns.items() if name != args.subset_key}

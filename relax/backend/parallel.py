@@ -6,7 +6,7 @@ import random
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -135,6 +135,21 @@ def agree(work: Callable[[], None] | None) -> None:
     for text in problems:
         if text is not None:
             raise UserError(text)
+
+
+def from_main_rank(work: Callable[[], T]) -> T:
+    """What `work` gives on rank 0, which alone runs it, on every rank; its UserError is everyone's."""
+    result: list[T | None] = [None]
+
+    def attempt() -> None:
+        result[0] = work()
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        attempt()
+    else:
+        agree(attempt if dist.get_rank() == 0 else None)
+        dist.broadcast_object_list(result, src=0, group=_waiting)
+    return cast(T, result[0])
 
 
 def any_rank(flag: int, device: torch.device) -> int:

@@ -18,6 +18,7 @@ from relax.data.pipeline import scan_files, tokenize_files
 from relax.data.prefix import is_prefix
 from relax.data.provenance import AUTO, describe_template, describe_tokenizer
 from relax.data.report import DataReport, OneByOne
+from relax.data.template_guard import clock_note, settle_date
 from relax.data.templates import load_template
 from relax.data.tokenized import IndexedFormat
 from relax.data.tokenized_writer import TokenizedWriter
@@ -72,7 +73,7 @@ def preprocess(settings: Settings, *, indexed: IndexedFormat, progress: Callable
                 indexed=None,
                 progress=progress,
             )
-            report = report.with_notes(*left_out(settings.input))
+            report = report.with_notes(*left_out(settings.input), *clock_note(options.template_kwargs))
             writer.publish(_sidecar(settings, tokenizer=tokenizer, options=options, report=report))
     except OSError as error:
         raise UserError(f"output_prefix {prefix}: cannot be written: {error.strerror or error}") from error
@@ -109,6 +110,7 @@ def _data_options(settings: Settings, tokenizer: Any) -> DataOptions:
                 f"enable_thinking: the template of prompt_type {settings.prompt_type} does not read it; leave it out"
             )
         kwargs["enable_thinking"] = settings.enable_thinking
+    kwargs = settle_date(kwargs, directory=Path(settings.tokenizer_name_or_path))
     limit = settings.seq_length or NO_LIMIT
     return DataOptions(
         max_length=limit,

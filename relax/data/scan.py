@@ -21,12 +21,16 @@ SAMPLE_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class FileScan:
-    """What a file is: its row format, its columns, its row count; `tokenized`: a prefix, whose rows are token ids."""
+    """What a file is: its row format, its columns, its row count; `tokenized`: a prefix, whose rows are token ids.
+
+    `path` names a file of rows in messages.
+    """
 
     format: str
     columns: Columns
     num_rows: int
     tokenized: bool = False
+    path: str = ""
 
     def consumed_columns(self, *, tools: bool, margins: bool) -> frozenset[str]:
         """Columns that something reads, and those that only inform people; `tools`, `margins`: template, loss read them."""
@@ -49,7 +53,7 @@ def scan_file(path: Path, *, options: DataOptions) -> FileScan:
         raise UserError(f"{path}: the file holds no rows.")
     columns = resolve_columns(names, options=options, path=str(path))
     name = choose_format(sample, columns=columns, path=str(path), allowed=options.row_formats)
-    return FileScan(name, columns, num_rows)
+    return FileScan(name, columns, num_rows, path=str(path))
 
 
 def _check_rows(chunk: Chunk, *, path: Path) -> list[object]:

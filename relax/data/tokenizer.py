@@ -4,7 +4,8 @@ Strategy: two probe messages are rendered before any row. From them come the end
 behind an answer) and the proof that encoding a rendered string gives the ids that `apply_chat_template` gives, as one
 flat list: transformers 5 returns a dict by default, which made every mask of another trainer wrong.
 
-Invariants: no code from the model directory runs and nothing is downloaded; a text has the ids that the `tokenizers`
+Invariants: no code from the model directory runs but its chat template, under bounds (`template_guard`), and nothing is
+downloaded; a text has the ids that the `tokenizers`
 library gives it by `tokenizer.json`, whatever class is named beside it; truncation and padding settings inside the file
 never touch data.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from relax.data.encoding import cut_token, encode_texts
+from relax.data.template_guard import TemplateOverrun, guard
 from relax.data.tokenizer_file import FILE, first_line, stock_tokenizer, take_file
 from relax.errors import UserError
 
@@ -42,6 +44,7 @@ def load_tokenizer(directory: Path) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
+    guard(tokenizer)
     return tokenizer
 
 
@@ -77,6 +80,8 @@ def probe_template(tokenizer: Any, *, template_kwargs: Mapping[str, Any]) -> Tem
             tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=add, **template_kwargs)
             for add in (False, True)
         )
+    except TemplateOverrun as overrun:
+        raise UserError(f"A plain question and answer: {overrun}.") from None
     except Exception as error:  # a template is a program: it raises what it likes
         raise UserError(f"The chat template fails on a plain question and answer: {first_line(error)}") from error
     _check_ids(ids, expected=encode_texts(tokenizer, [text])[0].tolist())

@@ -28,6 +28,7 @@ from relax.data.render import PairEncoder, PairIds
 from relax.data.rows import PreferencePair, RowRejected
 from relax.data.scan import FileScan
 from relax.data.sources import Chunk
+from relax.data.template_guard import TemplateOverrun
 from relax.data.tokenized import read_row
 from relax.data.tokenizer import load_tokenizer, reads_tools
 from relax.data.tokenizer_file import tokenizer_notes
@@ -77,7 +78,10 @@ class ChunkTokenizer:
 
     def __init__(self, tokenizer: Any, *, scans: Sequence[FileScan], options: DataOptions) -> None:
         raw = not all(scan.tokenized for scan in scans)
-        self._encoder = PairEncoder(tokenizer, options=options) if raw else None
+        try:
+            self._encoder = PairEncoder(tokenizer, options=options) if raw else None
+        except TemplateOverrun as overrun:
+            raise UserError(f"The self-check of the chat template: {overrun}.") from None
         self._tokenizer = tokenizer
         self._scans = scans
         self._options = options
@@ -113,12 +117,21 @@ class ChunkTokenizer:
                 rejections.append(Rejection(number, rejection.code, rejection.detail))
             if isinstance(row, dict):
                 unused.update(name for name in row.keys() - consumed if row[name] not in (None, "", [], {}))
-        assert self._encoder is not None
-        for (number, pair), ids in zip(read, self._encoder.encode([pair for _, pair in read]), strict=True):
+        for (number, pair), ids in zip(read, self._encode_pairs(read, path=scan.path), strict=True):
             if isinstance(ids, RowRejected):
                 rejections.append(Rejection(number, ids.code, ids.detail))
             else:
                 yield _ReadRow(number, ids, pair.margin, pair.pair_id)
+
+    def _encode_pairs(self, read: Sequence[tuple[int, PreferencePair]], *, path: str) -> list[PairIds | RowRejected]:
+        """The ids of numbered pairs. Raises `UserError` naming the row with which the template does not end."""
+        assert self._encoder is not None
+        try:
+            return self._encoder.encode([pair for _, pair in read])
+        except TemplateOverrun as overrun:
+            if len(read) > 1:  # which one was it? The others take no time
+                return [self._encode_pairs([row], path=path)[0] for row in read]
+            raise UserError(f"{path}:{read[0][0]}: {overrun}. Repair the template, or leave the row out.") from None
 
 
 def _read_ids(chunk: Chunk, rejections: list[Rejection]) -> Iterator[_ReadRow]:

@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def become(request: dict[str, Any]) -> None:
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(kind, signal.default_int_handler if kind == signal.SIGINT else signal.SIG_DFL)
     os.environ.update(request["environment"])
+    time.tzset()
     os.chdir(request["directory"])
     if request["file_limit"] is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond it then fails, as on a full disk

@@ -1,9 +1,11 @@
 """A run that was cut short, in whatever way, ends as one that was not: same log lines, same weights, bit for bit."""
 
+import json
 import random
 import shutil
 import signal
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from tests.integration.command import Running, Workplace, contents, timeless, write_pairs
+from tests.models import CHATML
 
 pytestmark = pytest.mark.integration
 
@@ -46,6 +49,29 @@ def test_three_steps_and_the_same_command_again_are_six_steps(fresh_place: Workp
 
     out = place.succeed(**flags, ckpt_step=3)  # as asked, though step 6 is there
     assert timeless(place.log("run")) == log and contents(place.path("out/hf")) == exported
+
+
+def test_a_run_goes_on_with_the_day_that_its_template_first_read(fresh_place: Workplace) -> None:
+    place = fresh_place
+    shutil.copytree(place.flags["hf_checkpoint"], place.path("model"))
+    template = "<|im_start|>system\nToday: {{ strftime_now('%d %b %Y %H:%M') }}<|im_end|>\n" + CHATML
+    place.path("model/chat_template.jinja").write_text(template)
+    flags = {"hf_checkpoint": "model", "save": "out/run", "load": "out/run", "save_interval": 3}
+    zones = {"TZ": "WEST+12"}, {"TZ": "EAST-14"}  # 26 hours apart: never the same day
+    days = [(datetime.now(UTC) + timedelta(hours=hours)).date().isoformat() for hours in (-12, 14)]
+
+    assert f"reads the clock (strftime_now), which stands at {days[0]} 00:00" in place.succeed(**flags, environment=zones[0])
+    log = timeless(place.log("run"))
+    shutil.rmtree(place.path("out/run/iter_0000006"))
+    assert f"stands at {days[0]} 00:00" in place.succeed(**flags, environment=zones[1])
+    assert timeless(place.log("run")) == log
+
+    assert f"stands at {days[1]} 00:00" in place.succeed(
+        **flags | {"load": None, "save": None, "save_interval": None}, environment=zones[1]
+    )
+    given = json.dumps({"strftime_now": days[1]})
+    message = place.refuse(**flags, apply_chat_template_kwargs=given, environment=zones[0])
+    assert message.startswith("--load out/run/iter_0000006 was trained on data ")
 
 
 def test_a_finished_run_says_so_and_changes_nothing_but_a_missing_export(fresh_place: Workplace) -> None:
