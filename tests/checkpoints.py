@@ -52,6 +52,12 @@ def message(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+def forge(file: Path, content: bytes) -> None:
+    """Change a file of a checkpoint as its maker could: no checksum tells."""
+    file.write_bytes(content)
+    (file.parent / "checksums.json").unlink(missing_ok=True)
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 

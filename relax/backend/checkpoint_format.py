@@ -1,43 +1,35 @@
-"""megatron-core's `torch_dist` checkpoint format, written in this process and read without running code from it.
+"""Writes megatron-core's `torch_dist` checkpoint format in this process.
 
-megatron's own writer spawns a manager process (seconds on the first save) and forks writers; its own reader unpickles
-`.metadata` and byte entries without limits. Both sit on torch's distributed checkpoint, whose planners, writer and
-reader are used here on megatron's sharded tensors, so that the files are the same.
+megatron's own writer spawns a manager process (seconds on the first save) and forks writers. It sits on torch's distributed
+checkpoint, whose planner and writer are used here on megatron's sharded tensors, so that the files are the same.
 
 Invariants:
-- `common.pt` and tensors load with `weights_only=True`, `.metadata` as `checkpoint_metadata` says. Each file is read once:
-  nothing reads it again without these limits.
-- Sharded state is tensors only, on disk and in memory.
+- Sharded state is tensors only, on disk and in memory, and what is beside it loads with weights only.
 - A rank that fails to write reports it: errors are returned to the caller in its own process.
 """
 
 import io
 import json
 import pickle
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    MCoreSavePlanner,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 
-from relax.backend.checkpoint_metadata import REFUSAL, Incomplete
-from relax.errors import UserError
+from relax.backend.checkpoint_checksums import stream_digest
+from relax.backend.checkpoint_metadata import Extent
 
 COMMON, CONFIG = "common.pt", "metadata.json"
 CONFIG_CONTENT = {
@@ -47,6 +39,7 @@ CONFIG_CONTENT = {
     "common_backend_version": 1,
 }
 Content = Callable[[torch.Tensor], torch.Tensor]
+Written = list[tuple[WriteResult, Extent, str]]  # of each tensor: torch's record, its bytes' place and checksum
 
 
 def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -70,10 +63,25 @@ def pack_common(plain: dict[str, Any]) -> bytes:
     torch.save(plain, buffer)
     content = buffer.getvalue()
     try:
-        _load_plain(io.BytesIO(content))
+        load_plain(io.BytesIO(content))
     except pickle.UnpicklingError as error:
         raise ValueError("a value beside the sharded tensors does not load with weights only") from error
     return content
+
+
+def bytes_of(file: io.BufferedReader, extent: Extent) -> IO[bytes]:
+    """A stream of a tensor's bytes in its open file."""
+    return cast(IO[bytes], _create_file_view(file, extent.offset, extent.length))
+
+
+def load_plain(stream: IO[bytes]) -> Any:
+    """torch.load of tensors and plain values alone: no code, nor the classes that libraries registered as safe."""
+    registered = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    finally:
+        torch.serialization.add_safe_globals(registered)
 
 
 class ShardWriter:
@@ -91,10 +99,11 @@ class ShardWriter:
             if is_main_replica(shard.replica_id):
                 if snapshot:
                     shard.data = shard.data.detach().to("cpu", copy=True)
-                shards[shard.key].append(_with_all_axes(shard))
+                shards[shard.key].append(with_all_axes(shard))
         # One thread: torch loses the errors of the others. Copying ahead from a background thread would wake GPU 0, and
         # `content` is to be asked for a tensor only once the one before is written.
         ahead = 0 if snapshot or content else 10_000_000  # bytes; torch's default
+        self._directory = directory
         self._writer = dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=ahead)
         self._planner = _SavePlanner(content)
         rank, coordinates = dist.get_rank(), dist.get_rank() == 0
@@ -105,16 +114,21 @@ class ShardWriter:
         plans, self._metadata = self._planner.create_global_plan(plans)
         self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[rank])
 
-    def write(self) -> list[WriteResult]:
-        """Write and sync this rank's file. No collective."""
+    def write(self) -> Written:
+        """Write and sync this rank's file, and take the checksums of what is in it. No collective."""
         if not self._plan.items:
             return []
-        results: list[WriteResult] = self._writer.write_data(self._plan, self._planner).value()
-        return results
+        return [self._with_checksum(result) for result in self._writer.write_data(self._plan, self._planner).value()]
 
-    def finish(self, results: list[list[WriteResult]]) -> None:
-        """Write and sync `.metadata` from the results of all ranks."""
-        self._writer.finish(self._metadata, results)
+    def _with_checksum(self, result: WriteResult) -> tuple[WriteResult, Extent, str]:
+        place = result.storage_data
+        extent = Extent(place.relative_path, place.offset, place.length)
+        with (self._directory / extent.file).open("rb") as file:  # just written: it is still in memory
+            return result, extent, stream_digest(bytes_of(file, extent))
+
+    def finish(self, written: list[Written]) -> None:
+        """Write and sync `.metadata` from what all ranks wrote."""
+        self._writer.finish(self._metadata, [[result for result, _, _ in one] for one in written])
 
 
 class _SavePlanner(MCoreSavePlanner):
@@ -134,93 +148,11 @@ class _SavePlanner(MCoreSavePlanner):
         return self._given
 
 
-def read_shards(request: dict[str, Any], directory: Path, metadata: Metadata, *, where: str) -> None:
-    """Read every sharded tensor of `request` and put the tensor [local shape] in its place. Collective.
-
-    UserError, which calls the checkpoint `where`, for damage.
-    """
-    shards: dict[str, list[ShardedTensor]] = defaultdict(list)
-    for shard in nested_values(request):
-        if shard.data is None:
-            shard.init_data("cpu")
-        shards[shard.key].append(_with_all_axes(shard))
-    every = [shard for group in shards.values() for shard in group]
-    planner = MCoreLoadPlanner(
-        shapes_validation_sharded_tensors=[shard for shard in every if not shard.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in every if shard.allow_shape_mismatch},
-    )
-    try:
-        dcp.load(
-            mcore_to_pyt_state_dict(shards, is_loading=True),
-            storage_reader=_Reader(directory, metadata),
-            planner=planner,
-        )
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        text = f"{where}: rank {rank} cannot read it ({type(cause).__name__}: {cause})"
-        raise UserError(f"{text}; it is damaged or not made of tensors alone") from error
-    dict_list_map_inplace(lambda shard: shard.data.detach().view(shard.local_shape), request)
-
-
-def _with_all_axes(shard: ShardedTensor) -> ShardedTensor:
+def with_all_axes(shard: ShardedTensor) -> ShardedTensor:
     """The shard in as many axes as its whole tensor has (that of all layers): only so may a rank hold some of them."""
     first = (1,) * shard.prepend_axis_num
     shape = first + tuple(shard.local_shape)
     return replace(shard, data=shard.data.view(shape), local_shape=shape, prepend_axis_num=0)
-
-
-class _Reader(dcp.FileSystemReader):
-    """torch's reader, whose tensors load with weights only, on metadata that was read already."""
-
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._metadata = metadata
-
-    def read_metadata(self) -> Metadata:
-        return self._metadata
-
-
-def read_config(directory: Path) -> None:
-    """Check `metadata.json`. Incomplete where the checkpoint is unfinished or damaged; UserError for another format."""
-    try:
-        config = json.loads((directory / CONFIG).read_bytes())
-        found = {key: config[key] for key in ("sharded_backend", "sharded_backend_version")}
-    except FileNotFoundError:
-        raise Incomplete(f"it has no {CONFIG}", finished=False) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise Incomplete(f"its {CONFIG} cannot be read ({error})") from None
-    if found != {key: CONFIG_CONTENT[key] for key in found}:
-        raise UserError(
-            f"{directory}: a {found['sharded_backend']} checkpoint (version {found['sharded_backend_version']}); only "
-            "torch_dist version 1 can be read; convert it with Megatron-LM"
-        )
-
-
-def read_common(directory: Path) -> dict[str, Any]:
-    """`common.pt`, with weights only. Incomplete where it is missing or damaged; UserError where it asks for code."""
-    path = directory / COMMON
-    try:
-        common = _load_plain(path.open("rb"))
-    except FileNotFoundError:
-        raise Incomplete(f"it has no {COMMON}") from None
-    except Exception as error:  # damaged bytes raise nearly anything
-        if asked := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", str(error)):
-            raise UserError(f"{path} asks for {asked[1]}: {REFUSAL}") from None
-        raise Incomplete(f"its {COMMON} cannot be read ({type(error).__name__})") from None
-    if not isinstance(common, dict):
-        raise Incomplete(f"its {COMMON} holds no names")
-    return common
-
-
-def _load_plain(file: IO[bytes]) -> Any:
-    """torch.load of tensors and plain values alone: no code, nor the classes that libraries registered as safe."""
-    registered = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        with file:
-            return torch.load(file, map_location="cpu", weights_only=True)
-    finally:
-        torch.serialization.add_safe_globals(registered)
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:

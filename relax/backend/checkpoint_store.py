@@ -2,7 +2,8 @@
 
 A save has two halves. The first, on all ranks, plans who writes what and, for a background save, copies the tensors.
 Then each rank writes its file into the aside directory, and the second half gathers the outcomes: rank 0 adds the small
-files, syncs everything, gives the directory its name, moves the tracker, and only then deletes what `keep` leaves out.
+files and the checksums, syncs everything, gives the directory its name, moves the tracker, and only then deletes what `keep`
+leaves out.
 
 Invariants:
 - A process that dies at any moment leaves every checkpoint saved before whole and the tracker naming one of them.
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.storage import WriteResult
 
+from relax.backend.checkpoint_checksums import CHECKSUMS, checksums_content
 from relax.backend.checkpoint_files import (
     RELEASE,
     TRACKER,
@@ -41,6 +42,7 @@ from relax.backend.checkpoint_format import (
     CONFIG_CONTENT,
     Content,
     ShardWriter,
+    Written,
     json_bytes,
     pack_common,
     split_state,
@@ -57,8 +59,8 @@ class _Save:
     step: int
     writer: ShardWriter
     small: dict[str, bytes]
-    written: Callable[[], list[WriteResult]]
-    future: Future[list[WriteResult]] | None
+    written: Callable[[], Written]
+    future: Future[Written] | None
 
 
 class CheckpointStore:
@@ -130,11 +132,11 @@ class CheckpointStore:
             return False
         self._pending = None
         final = self.directory / iteration_name(save.step)
-        results: list[WriteResult] = []
-        gathered: list[list[WriteResult]] = [[]] * dist.get_world_size()
+        written: Written = []
+        gathered: list[Written] = [[]] * dist.get_world_size()
         try:
-            self._together(save.step, lambda: results.extend(save.written()))
-            dist.all_gather_object(gathered, results)
+            self._together(save.step, lambda: written.extend(save.written()))
+            dist.all_gather_object(gathered, written)
             self._together(save.step, (lambda: self._complete(save, final, gathered)) if is_main_rank() else None)
         except UserError:
             if is_main_rank():
@@ -148,11 +150,14 @@ class CheckpointStore:
         remove_leftovers(self.directory)
         aside(final).mkdir()
 
-    def _complete(self, save: _Save, final: Path, results: list[list[WriteResult]]) -> None:
+    def _complete(self, save: _Save, final: Path, written: list[Written]) -> None:
+        directory = aside(final)
         for name, content in save.small.items():
-            write_file(aside(final) / name, content)
-        save.writer.finish(results)
-        publish(aside(final), final)
+            write_file(directory / name, content)
+        save.writer.finish(written)
+        tensors = [(extent, digest) for one in written for _, extent, digest in one]
+        write_file(directory / CHECKSUMS, json_bytes(checksums_content(directory, tensors)))
+        publish(directory, final)
         replace_file(self.directory / TRACKER, str(save.step or RELEASE).encode())
 
     def _prune(self, newest: Path) -> None:

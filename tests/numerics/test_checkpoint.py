@@ -26,6 +26,7 @@ def test_layout_and_bits_of_a_checkpoint(tmp_path: Path):
     assert names(path) == [
         ".metadata",
         "__0_0.distcp",
+        "checksums.json",
         "common.pt",
         "metadata.json",
         "relax_dpo_reference.json",
@@ -39,7 +40,8 @@ def test_layout_and_bits_of_a_checkpoint(tmp_path: Path):
     }
     common = torch.load(path / "common.pt", weights_only=True)
     assert common["step"] == 50 and common["scheduler"] == {"num_steps": 50}
-    assert found(tmp_path) == CheckpointInfo(
+    info = found(tmp_path)
+    assert info == CheckpointInfo(
         path=path,
         step=50,
         run=RUN,
@@ -49,6 +51,7 @@ def test_layout_and_bits_of_a_checkpoint(tmp_path: Path):
         head="lm",
         vocab_rows=None,
         dtype=torch.bfloat16,
+        contents=info.contents,
     )
     wanted = tensors(0.0)
     got = load_checkpoint(found(tmp_path), wanted | {"step": 0, "scheduler": {}, "rng": {}})

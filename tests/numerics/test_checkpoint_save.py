@@ -42,6 +42,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     assert events == [
         *(f"{aside}/{name}" for name in files),
         f"{aside}/.metadata.tmp -> {aside}/.metadata",
+        f"{aside}/checksums.json",
         aside,
         f"{aside} -> iter_0000010",
         "",
