@@ -1,17 +1,23 @@
-"""The verbs of a training run, over what `RunSetup` put together: step, evaluate, log, save, stop, finish."""
+"""The verbs of a training run, over what `RunSetup` put together: step, evaluate, log, save, stop, finish.
+
+A run is a context: at its end, in order or by an error, it closes what it opened.
+"""
 
 import math
 import sys
 import time
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch.distributed as dist
 
 from relax.backend.device import is_main_rank, peak_memory_gib
 from relax.backend.export import export_hf
-from relax.backend.parallel import agree, shutdown
+from relax.backend.parallel import agree, all_come, shutdown
 from relax.backend.state import training_state
 from relax.batches import evaluate
 from relax.errors import UserError
@@ -125,8 +131,9 @@ class Run(RunSetup):
     def stop(self, number: int, step: int) -> None:
         """End after a saved step because of a signal."""
         saved = f"saved in {self.args.save}; the same command resumes" if self.args.save else "nothing saved without --save"
+        if self.store:
+            self.store.finish_pending(blocking=True)
         self.say(f"stopped by signal {number} after step {step}: {saved}")
-        self._close()
         sys.exit(128 + number)
 
     def finish(self) -> None:
@@ -144,16 +151,42 @@ class Run(RunSetup):
             curves(log, self.args.log_dir / self.args.exp_name / "curves.png")
             print(summary(log))
 
-    def _close(self) -> None:
-        if self.ahead:
-            self.ahead.close()
-        if self.profiler:
-            self.profiler.close()
-        if self.store:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Close what is open, whatever ends the run: a checkpoint that is being written becomes whole, or it is said."""
+        failed = None if isinstance(error, SystemExit) else error
+        try:
+            self._close(failed)
+        except UserError as another:
+            raise (UserError(f"{failed}; and at the end: {another}") if isinstance(failed, UserError) else another) from error
+
+    def _close(self, failed: BaseException | None = None) -> None:
+        """All of it, the last opened first, also where closing one raises. Safe to call twice."""
+        tracker, self.tracker = self.tracker, None
+        with ExitStack() as closing:
+            if not failed:
+                closing.callback(shutdown)  # a broken group cannot be taken down in order, and the process ends anyway
+            if self.store:
+                closing.callback(self._finish_save, failed)
+            if tracker:
+                closing.callback(tracker.close)
+            if self.profiler:
+                closing.callback(self.profiler.close)
+            if self.ahead:
+                closing.callback(self.ahead.close)
+
+    def _finish_save(self, failed: BaseException | None) -> None:
+        """Finish a background save. An error may be one rank's own, and the others then never come to finish it."""
+        assert self.store is not None
+        if self.store.pending is None:
+            return
+        if failed and not all_come(within_seconds=60):
+            step = self.store.pending
+            print(f"relax: the checkpoint of step {step} is lost: a rank ended while it was being written", file=sys.stderr)
+        else:
             self.store.finish_pending(blocking=True)
-        if self.tracker:
-            self.tracker.close()
-        shutdown()
 
 
 def versions() -> dict[str, str]:

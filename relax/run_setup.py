@@ -84,6 +84,9 @@ class RunSetup:
             virtual_stages=parallel.virtual_stages(self.hf_config.num_hidden_layers),
             timeout_minutes=args.distributed_timeout_minutes,
         )
+        self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save and not args.skip_train else None
+        if self.store:
+            self.store.claim()  # before looking into it, and before the data and the reference pass take their time
         self.resumed = find_checkpoint(args.load, step=args.ckpt_step, flag="--load") if args.load else None
         self.start_step = self.resumed.step if self.resumed and not args.finetune else 0
         self.source = WeightSource(args.ref_load, args.ref_ckpt_step)
@@ -115,11 +118,8 @@ class RunSetup:
         self.trains = self.start_step < self.total_steps
         self.evaluates_first = bool(self.eval_sets) and (args.skip_train or self.start_step == 0)
         self.stop_signal = StopSignal()
-        self.store = CheckpointStore(args.save, keep=args.keep_checkpoints) if args.save and self.trains else None
         self._prepare_weights()
         self.shape = model_shape(self.hf_config, head=self.objective.head)
-        if self.store:
-            self.store.claim()
         self.peak_tflops = args.peak_tflops or peak_tflops(self.device, self.engine.dtype)
         agree(self._open_log if is_main_rank() else None)
         self.profiler = None

@@ -54,14 +54,14 @@ def score(args: argparse.Namespace) -> None:
     """Run the command. Raises UserError, on every rank."""
     config = read_hf_config(args.hf_checkpoint)
     check_model(args, config)
+    parallel = parallel_config(args)
+    device = select_device(args.device)
+    initialize(parallel, device=device, seed=args.seed, timeout_minutes=args.distributed_timeout_minutes)
     policy = WeightSource(args.load, args.ckpt_step, "--load") if args.load else WeightSource(args.hf_checkpoint)
     reference = WeightSource(args.ref_load, args.ref_ckpt_step) if args.ref_load else None
     objective = _objective(args, head=policy.head())
     if reference:
         reference.head()  # it can be read: said before the data take their time
-    parallel = parallel_config(args)
-    device = select_device(args.device)
-    initialize(parallel, device=device, seed=args.seed, timeout_minutes=args.distributed_timeout_minutes)
     engine = Engine(
         config,
         objective=objective,

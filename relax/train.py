@@ -13,20 +13,20 @@ def main() -> None:
         return describe(args)
     from relax.run import Run
 
-    run = Run(args)
-    if run.evaluates_first:
-        run.log(run.start_step, run.evaluate())
-    for step in range(run.start_step + 1, run.total_steps + 1):
-        metrics = run.train_step(step)
-        if run.evaluates_after(step):
-            metrics |= run.evaluate()
-        run.log(step, metrics)
-        stopped = run.stop_signal.on_any_rank(run.device)
-        if run.saves_after(step) or stopped:
-            run.save(step)
-        if stopped:
-            run.stop(stopped, step)
-    run.finish()
+    with Run(args) as run:
+        if run.evaluates_first:
+            run.log(run.start_step, run.evaluate())
+        for step in range(run.start_step + 1, run.total_steps + 1):
+            metrics = run.train_step(step)
+            if run.evaluates_after(step):
+                metrics |= run.evaluate()
+            run.log(step, metrics)
+            stopped = run.stop_signal.on_any_rank(run.device)
+            if run.saves_after(step) or stopped:
+                run.save(step)
+            if stopped:
+                run.stop(stopped, step)
+        run.finish()
 
 
 if __name__ == "__main__":

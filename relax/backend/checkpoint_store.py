@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from relax.backend.checkpoint_checksums import CHECKSUMS, checksums_content
 from relax.backend.checkpoint_files import (
     RELEASE,
@@ -48,7 +46,7 @@ from relax.backend.checkpoint_format import (
     split_state,
 )
 from relax.backend.device import is_main_rank
-from relax.backend.parallel import agree
+from relax.backend.parallel import agree, gather
 from relax.errors import UserError
 
 
@@ -133,10 +131,9 @@ class CheckpointStore:
         self._pending = None
         final = self.directory / iteration_name(save.step)
         written: Written = []
-        gathered: list[Written] = [[]] * dist.get_world_size()
         try:
             self._together(save.step, lambda: written.extend(save.written()))
-            dist.all_gather_object(gathered, written)
+            gathered = gather(written)
             self._together(save.step, (lambda: self._complete(save, final, gathered)) if is_main_rank() else None)
         except UserError:
             if is_main_rank():
@@ -144,6 +141,11 @@ class CheckpointStore:
             raise
         self._together(save.step, (lambda: self._prune(final)) if is_main_rank() else None)
         return True
+
+    @property
+    def pending(self) -> int | None:
+        """The step whose background save is not finished."""
+        return self._pending.step if self._pending else None
 
     def _make_room(self, final: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -200,9 +202,7 @@ class CheckpointStore:
         )
 
     def _written_everywhere(self, save: _Save) -> bool:
-        done: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(done, save.future is None or save.future.done())
-        return all(done)
+        return all(gather(save.future is None or save.future.done()))
 
     def _background(self) -> ThreadPoolExecutor:
         if self._thread is None:

@@ -128,13 +128,28 @@ def agree(work: Callable[[], None] | None) -> None:
             work()
     except UserError as error:
         problem = str(error)
-    problems = [problem]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem, group=_waiting)
-    for text in problems:
+    for text in gather(problem):
         if text is not None:
             raise UserError(text)
+
+
+def gather(value: T) -> list[T]:
+    """What each rank gives, by rank, on all of them. No GPU takes part."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=_waiting)
+    return cast(list[T], values)
+
+
+def all_come(*, within_seconds: float) -> bool:
+    """Whether every rank comes here in that time. The ranks cannot wait for each other again where one does not."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        try:
+            dist.monitored_barrier(group=_waiting, timeout=datetime.timedelta(seconds=within_seconds))
+        except RuntimeError:
+            return False
+    return True
 
 
 def from_main_rank(work: Callable[[], T]) -> T:

@@ -127,7 +127,7 @@ def test_the_data_report_counts_every_row(bf16: Done) -> None:
 def test_the_console_tells_the_story_once(bf16: Done) -> None:
     out = bf16.ended.out
     for text in (
-        "--load out/run: no checkpoint yet, the directory does not exist",
+        "--load out/run: no checkpoint yet, the directory is empty",  # --save out/run was claimed
         "train: 20 of 20 rows kept",
         "reference, train: 20 pairs scored",
         "reference, eval: 3 pairs scored",

@@ -99,6 +99,18 @@ def test_background_saves_equal_foreground_saves(fresh_place: Workplace) -> None
     assert {name: front[name] for name in names} == {name: back[name] for name in names}
 
 
+def test_a_background_save_outlives_the_error_that_ends_the_run(fresh_place: Workplace) -> None:
+    """Step 1 goes where step 2 finds no number; by then its checkpoint is still being written."""
+    place, flags = fresh_place, {"lr": 1e30, "clip_grad": 0.0, "save_interval": 1}
+    message = place.refuse(save="out/front", exp_name="front", **flags)
+    assert message.startswith("step 2: the loss is nan and the gradient norm ")
+    assert place.refuse(save="out/back", async_save=True, exp_name="back", **flags) == message
+    front, back = (contents(place.path(f"out/{name}")) for name in ("front", "back"))
+    assert set(front) == set(back) and front["iter_0000001/__0_0.distcp"] == back["iter_0000001/__0_0.distcp"]
+    ended = place.run(save="out/back", load="out/back", exp_name="back", **flags)
+    assert ended.error == message and ", step 1\n" in ended.out and "has no checksums" not in ended.out
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(place: Workplace, assets: Path) -> tuple[dict[str, Any], list[dict[str, Any]], bytes]:
     """The flags of a long run, its log, and its weights."""

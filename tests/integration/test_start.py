@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.integration.command import Workplace, contents, write_pairs
+from tests.integration.command import Workplace, command_line, contents, write_pairs
 from tests.models import save_tiny
 
 pytestmark = pytest.mark.integration
@@ -185,14 +185,16 @@ def test_a_new_run_leaves_another_runs_checkpoints_alone(trained: Workplace) -> 
 
 
 def test_two_runs_do_not_save_into_one_directory(trained: Workplace) -> None:
+    """Said before anything that takes time."""
     directory = trained.path("out/dpo")
     held = os.open(directory, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        message = refuses(trained, load="out/dpo", save="out/dpo", num_rollout=6)
+        ended = trained.run(load="out/dpo", save="out/dpo", num_rollout=6)
     finally:
         os.close(held)
-    assert message == "--save out/dpo is in use by another run; wait for it, or choose another directory"
+    assert ended.error == "--save out/dpo is in use by another run; wait for it, or choose another directory"
+    assert "rows kept" not in ended.out and "reference, train" not in ended.out
 
 
 def test_a_changed_schedule_is_printed_and_wins(trained: Workplace) -> None:
@@ -216,14 +218,65 @@ def test_an_unfinished_save_is_no_checkpoint(fresh_place: Workplace) -> None:
     assert "--load out: no complete checkpoint, only unfinished saves (.iter_0000003.tmp)" in out and "step 1/1" in out
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Workplace) -> None:
+def test_an_incomplete_checkpoint_gives_way_to_the_one_before(trained: Workplace) -> None:
     place = trained
     shutil.copytree(place.path("out/dpo"), place.path("out/damaged"))
     file = place.path("out/damaged/iter_0000004/__0_0.distcp")
     file.write_bytes(file.read_bytes()[:-100])
     out = place.succeed(exp_name="damaged", load="out/damaged")
-    assert "--load out/damaged: iter_0000004 cannot be used: its file __0_0.distcp has " in out
+    assert "--load out/damaged: iter_0000004 is incomplete: its file __0_0.distcp has " in out
     assert "taking iter_0000002, the newest complete checkpoint" in out and "step 3/4" in out
     shutil.rmtree(place.path("out/damaged/iter_0000002"))
     message = refuses(place, load="out/damaged")
     assert "has no complete checkpoint left" in message and "restore one, or remove the directory" in message
+
+
+FLAGS_OF_A_LOAD: dict[str, dict[str, Any]] = {
+    "relax.train": {"load": "out/forged", "num_rollout": 6},
+    "relax.train --ref-load": {"ref_load": "out/forged"},
+    "relax.score": {"load": "out/forged", "output": "scores.jsonl"},
+    "relax.score --ref-load": {"ref_load": "out/forged", "output": "scores.jsonl"},
+    "relax.convert mcore-to-hf": {"load": "out/forged", "save": "out/converted"},
+    "relax.convert verify": {"load": "out/forged"},
+}
+
+
+@pytest.mark.parametrize("command", FLAGS_OF_A_LOAD)
+def test_every_command_refuses_a_damaged_and_a_forged_checkpoint(trained: Workplace, command: str) -> None:
+    """Nothing runs, nothing is written, and damage never makes a run fall back to an earlier step."""
+    place, marker = trained, trained.path("marker")
+    module, *words = command.split()
+    flags = FLAGS_OF_A_LOAD[command]
+    flag = "--ref-load" if "ref_load" in flags else "--load"
+    shutil.rmtree(place.path("out/forged"), ignore_errors=True)
+    shutil.copytree(place.path("out/dpo"), place.path("out/forged"))
+    path = Path("out/forged/iter_0000004")
+
+    def refused() -> str:
+        if module == "relax.train":
+            return refuses(place, exp_name="forged", **flags)
+        own = {"hf_checkpoint": place.flags["hf_checkpoint"], **flags}
+        if module == "relax.score":
+            own |= {
+                "prompt_data": place.flags["prompt_data"],
+                "preference_max_length": 128,
+                "preference_max_completion_length": 64,
+            }
+        argv = [word for word in words if not word.startswith("-")] + list(command_line(own))
+        return place.server.start(argv, directory=place.directory, module=module).wait().error
+
+    tensors = place.path(f"{path}/__0_0.distcp")
+    content = bytearray(tensors.read_bytes())
+    extent = json.loads(place.path(f"{path}/checksums.json").read_text())["tensors"]["__0_0.distcp"]
+    for offset in map(int, extent):
+        content[offset + 1000] ^= 1
+    tensors.write_bytes(content)
+    message = refused()
+    assert message.startswith(f"{flag} {path} is damaged: its file __0_0.distcp does not hold what was saved (the checksum of ")
+    step_flag = "--ref-ckpt-step" if flag == "--ref-load" else "--ckpt-step"
+    assert message.endswith(f"; {flag} out/forged {step_flag} 2 takes the newest complete checkpoint before it")
+
+    place.path(f"{path}/checksums.json").unlink()
+    place.path(f"{path}/.metadata").write_bytes(f"\x80cposix\nmkdir\n(V{marker}\ntR.".encode("latin-1"))
+    assert refused().startswith((f"{path}/.metadata asks for posix.mkdir: ", f"{flag} {path} is damaged: its .metadata cannot"))
+    assert not marker.exists() and not place.path("out/converted").exists() and not place.path("scores.jsonl").exists()
