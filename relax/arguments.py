@@ -10,15 +10,16 @@ derives the losses' hyper-parameters. Invariants:
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from relax.command import EvalData, Group, Parser, json_object, path_text, string_map
 from relax.errors import UserError
 from relax.layout_rules import validate_layout
-from relax.loss_flags import add_objective_flags, settle_objective
+from relax.loss_flags import add_objective_flags, build_objective, explain, settle_objective
 from relax.objectives import OBJECTIVES
 from relax.places import real
 from relax.validation import check_combinations, check_files, read_model_config
@@ -33,6 +34,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     is `--world-size`, else the environment's. Raises UserError.
     """
     args = build_parser().parse(argv)
+    if args.explain_loss:
+        _explain_and_exit(args)
     check_combinations(args)
     settle_objective(args)
     _fill_defaults(args)
@@ -40,6 +43,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     check_files(args)
     settle_layout(args, model_config)
     return args
+
+
+def _explain_and_exit(args: argparse.Namespace) -> NoReturn:
+    if args.loss_type is None:
+        raise UserError(f"--explain-loss needs --loss-type: {' or '.join(OBJECTIVES)}")
+    settle_objective(args)
+    print(explain(build_objective(args)))
+    sys.exit(0)
 
 
 def settle_layout(args: argparse.Namespace, model_config: dict[str, Any]) -> None:
@@ -103,6 +114,7 @@ def _add_objective(group: Group) -> None:
         "dpo: a policy by direct preference optimisation; rm: a reward model (required)",
     )
     add_objective_flags(group)
+    group.switch("--explain-loss", "print what these flags minimise: formula, source, value at the first step; exit")
     group.choice("--task-type", ["causal_lm"], "causal_lm", "the kind of model; the only value")
 
 

@@ -7,12 +7,13 @@ in the parsed arguments, and a flag of another loss is an error; what the loss r
 import argparse
 import dataclasses
 import re
+import types
 import typing
 from typing import Any
 
 from relax.command import Group, number
 from relax.errors import UserError
-from relax.objectives import OBJECTIVES, Objective
+from relax.objectives import OBJECTIVES, Objective, Scores
 
 
 def add_objective_flags(group: Group) -> None:
@@ -25,12 +26,12 @@ def add_objective_flags(group: Group) -> None:
                 action = argparse.BooleanOptionalAction if field.default else "store_true"
                 group.other(_flag(name, field.name), default=None, action=action, help=text)
             else:
-                options = _value_options(kind)
-                group.other(_flag(name, field.name), default=None, help=f"{text} (default: {field.default})", **options)
+                default = f" (default: {field.default})" if field.default is not None else ""
+                group.other(_flag(name, field.name), default=None, help=text + default, **_value_options(kind))
 
 
 def settle_objective(args: argparse.Namespace) -> None:
-    """Give the chosen loss's flags their defaults and try the loss, refuse the other losses' flags or forget them."""
+    """Give the chosen objective's flags the values that it takes, refuse the other objectives' flags or forget them."""
     for name, loss in OBJECTIVES.items():
         for field in _fields(loss):
             dest = f"{name}_{field.name}"
@@ -42,7 +43,9 @@ def settle_objective(args: argparse.Namespace) -> None:
                 raise UserError(f"{flag} belongs to --loss-type {name}, but this run has --loss-type {args.loss_type}")
             else:
                 delattr(args, dest)
-    build_objective(args)
+    objective = build_objective(args)
+    for field in _fields(type(objective)):  # an objective may settle defaults that depend on other hyper-parameters
+        setattr(args, f"{args.loss_type}_{field.name}", getattr(objective, field.name))
 
 
 def build_objective(args: argparse.Namespace) -> Objective:
@@ -66,7 +69,27 @@ def _flag(name: str, field: str) -> str:
     return f"--{name}-{field}".replace("_", "-")
 
 
+def explain(objective: Objective) -> str:
+    """What the objective is, in its own words, and its loss at the first step."""
+    now, later = (_first_loss(objective, nats_per_token=nats) for nats in (-2.0, -1.0))
+    known = f"{now:.9g}" if now == later else f"{now:.9g} at -2 nats a token, {later:.9g} at -1, for 5 and 10 tokens"
+    first = "where policy and reference are equal" if objective.needs_reference else "at equal scores"
+    return f"{objective.explain()}\n  a step's loss is the mean over the pairs of its global batch\n  {first}: {known}"
+
+
+def _first_loss(objective: Objective, *, nats_per_token: float) -> float:
+    import torch
+
+    lengths = torch.tensor([5.0, 10.0], dtype=torch.float64)
+    values = lengths * nats_per_token if objective.head == "lm" else torch.zeros(2, dtype=torch.float64)
+    columns = {name: torch.ones(1, dtype=torch.float64) for name in objective.requires}
+    scores = Scores(values, lengths, torch.zeros(2, dtype=torch.int64), reference=values, columns=columns)
+    return objective(scores)[0].item()
+
+
 def _value_options(kind: Any) -> dict[str, Any]:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # None: the objective settles it
+        (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
     if typing.get_origin(kind) is typing.Literal:
         return {"choices": list(typing.get_args(kind))}
     if kind in (int, float):

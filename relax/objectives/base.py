@@ -11,9 +11,11 @@ The unit is a prompt with its completions, a group: a preference pair is a group
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,29 +62,43 @@ class Scores:
         return chosen, rejected
 
 
-class Objective(Protocol):
-    """A frozen dataclass whose fields are its hyper-parameters; the command line derives one flag from each.
+class Objective(ABC):
+    """What a run minimises. A subclass is a frozen dataclass whose fields are its hyper-parameters: each becomes a flag.
 
     A field has a default, and carries `metadata={"help": ...}`. `__post_init__` raises ValueError for a bad value, naming field
-    and rule.
+    and rule. A subclass sets what differs from here as a class attribute, or as a property of its hyper-parameters.
     """
 
-    head: ClassVar[Head]
-    reads: ClassVar[tuple[str, ...]]  # columns of a row that it takes, by the names of `relax.data.columns`
+    __slots__ = ()
+    head: ClassVar[Head] = "lm"  # a sequence's score: its completion's summed log-probability, or a "scalar" head's reward
 
     @property
     def needs_reference(self) -> bool:
         """Whether `Scores.reference` must be given."""
-        ...
+        return False
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns of a row that it takes where they are, by the names of `relax.data.columns`."""
+        return ()
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Those of them that every row must have."""
+        return ()
+
+    @property
+    @abstractmethod
     def metrics(self) -> tuple[Metric, ...]:
         """What it tells of each group, the loss first."""
-        ...
 
+    @abstractmethod
     def __call__(self, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses [num_groups] to differentiate, and `metrics` {name: [num_groups]}."""
-        ...
+
+    def explain(self) -> str:
+        """What it is, in a few lines: formula, source, units."""
+        return inspect.cleandoc(type(self).__doc__ or "")
 
 
 LOSS = Metric("loss", "loss", better="lower")

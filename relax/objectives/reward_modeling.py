@@ -12,19 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from relax.objectives.base import ACCURACIES, LOSS, Head, Metric, Scores, accuracies
+from relax.objectives.base import ACCURACIES, LOSS, Head, Metric, Objective, Scores, accuracies
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class RewardModel:
-    """The pairwise logistic loss on scalar scores."""
+class RewardModel(Objective):
+    """-log s(chosen - rejected - margin): Bradley and Terry 1952, on rewards; margins as in Llama 2 (Touvron 2023), eq. 2."""
 
     head: ClassVar[Head] = "scalar"
     reads: ClassVar[tuple[str, ...]] = ("margin",)
-    needs_reference: ClassVar[bool] = False
     metrics: ClassVar[tuple[Metric, ...]] = (
         LOSS,
         Metric("score_chosen", "score"),

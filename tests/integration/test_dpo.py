@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 PAIR_METRICS = [
     "loss", "logps_chosen", "logps_rejected", "ref_logps_chosen", "ref_logps_rejected", "reward_chosen", "reward_rejected",
-    "reward_margin", "strict_accuracy", "tie_rate", "tie_aware_accuracy",
+    "reward_margin", "strict_accuracy", "tie_rate", "tie_aware_accuracy", "chosen_fell_rate",
 ]  # fmt: skip
 PERF = [
     "step_time_s", "pairs_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "packing_efficiency", "peak_memory_gib",

@@ -169,7 +169,7 @@ def test_metric_names_follow_the_contract():
     accuracy = ("strict_accuracy", "tie_rate", "tie_aware_accuracy")
     rewards = ("reward_chosen", "reward_rejected", "reward_margin")
     logps = ("loss", "logps_chosen", "logps_rejected")
-    assert names(DPO()) == (*logps, "ref_logps_chosen", "ref_logps_rejected", *rewards, *accuracy)
+    assert names(DPO()) == (*logps, "ref_logps_chosen", "ref_logps_rejected", "chosen_fell_rate", *rewards, *accuracy)
     assert names(DPO(reference_free=True)) == (*logps, *rewards, *accuracy)
     assert names(RewardModel()) == ("loss", "score_chosen", "score_rejected", "score_margin", *accuracy)
 
