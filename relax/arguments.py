@@ -205,6 +205,7 @@ def _add_data(group: Group) -> None:
         json_object,
         "variables for the chat template, as in '{\"enable_thinking\": false}'",
     )
+    group.switch("--no-chat-template", "take prompt and answers as they are, between BOS and end token: rows templated before")
     group.switch("--no-shuffle", "keep the file's order in every epoch")
     group.switch("--strict-data", "stop at the first bad row, and at pairs in both training and evaluation")
     group.directory(

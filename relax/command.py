@@ -10,6 +10,7 @@ Invariants:
 
 import argparse
 import difflib
+import errno
 import io
 import json
 import math
@@ -40,7 +41,7 @@ def run_command(main: Callable[[], object]) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a name or a row may hold what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
-        main()
+        _call(main)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"relax: error: {error}", file=sys.stderr, flush=True)
@@ -60,6 +61,16 @@ def run_command(main: Callable[[], object]) -> None:
         sys.exit(128 + signal.SIGINT)
     finally:
         ignore_stops()
+
+
+def _call(main: Callable[[], object]) -> None:
+    """Run `main`. A name that no file system takes is the user's error, whichever flag gave it."""
+    try:
+        main()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"{str(error.filename)[:200]}: no file has a name this long; check the paths given") from None
+        raise
 
 
 def ignore_stops() -> None:

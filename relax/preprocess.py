@@ -85,7 +85,10 @@ def build_parser() -> Parser:
     group = Group(parser, "tokens")
     group.other("--tokenizer-name-or-path", type=path_text, metavar="DIR", help="directory of the tokenizer (required)")
     group.choice("--tokenizer-type", ["PretrainedFromHF", "HuggingFaceTokenizer"], "PretrainedFromHF", "two names of one kind")
-    group.text("--prompt-type", "auto", "chat template: auto is the tokenizer's own, others by name", metavar="NAME")
+    group.text(
+        "--prompt-type", "auto", "chat template: auto is the tokenizer's own, none leaves texts as they are, others by name",
+        metavar="NAME",
+    )  # fmt: skip
     group.other(
         "--prompt-type-path",
         type=path,

@@ -80,7 +80,7 @@ def build_score_parser() -> Parser:
     data.shared(
         training, "--preference-max-length", "--preference-max-completion-length", "--sft-oversize-strategy", "--prompt-key",
         "--chosen-key", "--rejected-key", "--conversation-key-map", "--tool-key", "--system-prompt",
-        "--apply-chat-template-kwargs", "--strict-data", "--data-cache-dir", "--num-workers",
+        "--apply-chat-template-kwargs", "--no-chat-template", "--strict-data", "--data-cache-dir", "--num-workers",
     )  # fmt: skip
     computing = Group(parser, "computing")
     computing.shared(

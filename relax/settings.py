@@ -37,6 +37,7 @@ def data_options(args: argparse.Namespace, *, whole_render: bool) -> DataOptions
         conversation_key_map=args.conversation_key_map,
         tool_key=args.tool_key,
         system_prompt=args.system_prompt,
+        chat_template=args.chat_template,
         chat_template_kwargs=args.apply_chat_template_kwargs,
         strict=args.strict_data,
     )

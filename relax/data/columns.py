@@ -6,11 +6,11 @@ Invariant: one column plays one part, and a part asked for by flag that the file
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from relax.data.options import DataOptions
-from relax.data.rows import Row
+from relax.data.rows import Row, without_missing
 from relax.errors import UserError
 
 # Parts, with the names under which published data sets keep them.
@@ -29,7 +29,9 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 # An instruction has one answer.
 INSTRUCTION_SYNONYMS = {part: names for part, names in SYNONYMS.items() if part not in ("chosen", "rejected")}
 INSTRUCTION_SYNONYMS["response"] = ("output",)
-OPTIONAL_PARTS = ("chosen", "rejected", "tools", "margin", "chat_template_kwargs")
+# What a row may lack; `EMPTY` values, "nan" among them, as Python's csv module writes NaN, mean that it does.
+OPTIONAL_PARTS = ("query", "system", "history", "tools", "margin", "chat_template_kwargs")
+EMPTY: tuple[Any, ...] = (None, "", "nan", [], {})
 MESSAGE_FIELDS = ("role", "content")
 ROLES = ("system", "user", "assistant", "tool")
 # Carried for people, for `--pair-id-key` and for `relax.score`; known, so their content is not reported as overlooked.
@@ -42,22 +44,26 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The file's column for each part, and the renames inside its messages."""
+    """The file's column for each part, and the renames inside its messages; `used`: what the last row's reader read."""
 
     names: dict[str, str]
     fields: dict[str, str]
     roles: dict[str, str]
     pair_id: str | None
+    used: set[str] = field(default_factory=set)
 
     def get(self, row: Row, part: str) -> Any:
         """The row's value for a part, None where the file or the row has none."""
         name = self.names.get(part)
-        return None if name is None else row.get(name)
+        if name is None:
+            return None
+        self.used.add(name)
+        return row.get(name)
 
-    def consumed(self, parts: Collection[str]) -> frozenset[str]:
-        """The columns that are read when a format reads `parts`; the optional parts always are."""
-        names = {self.names[part] for part in {*parts, *OPTIONAL_PARTS} & self.names.keys()}
-        return frozenset(names | ({self.pair_id} if self.pair_id else set()))
+    def unused(self, row: Row, *, unread: Collection[str]) -> list[str]:
+        """The row's columns with content that its reader did not read, nor are for people; nothing reads `unread` parts."""
+        known = (self.used - {self.names.get(part) for part in unread}) | INFORMATION | {self.pair_id}
+        return [name for name in row.keys() - known if without_missing(row[name]) not in EMPTY]
 
 
 def resolve_columns(available: Collection[str], *, options: DataOptions, path: str) -> Columns:

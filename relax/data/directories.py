@@ -33,7 +33,10 @@ _SPLITS = {
 
 def expand_paths(paths: Sequence[str]) -> list[Path]:
     """The data files and tokenized prefixes behind `--prompt-data`, directories expanded in name order. Raises `UserError`."""
-    files = [file for path in paths for file in _expand(Path(path))]
+    try:
+        files = [file for path in paths for file in _expand(Path(path))]
+    except OSError as error:  # a name too long, a directory closed to this user
+        raise UserError(f"{str(error.filename)[:200]}: cannot be read: {error.strerror} (data path).") from None
     if not files:
         raise UserError("No data file was given.")
     return files

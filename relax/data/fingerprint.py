@@ -18,7 +18,7 @@ from relax.data.sources import data_files, data_kind
 from relax.errors import UserError
 
 # Raise when the same rows give other ids or another report than before.
-PIPELINE_VERSION = 4
+PIPELINE_VERSION = 5
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
     "additional_chat_templates/*", "*.model", "config.json",

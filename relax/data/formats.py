@@ -9,15 +9,21 @@
 | alpaca_instruction | as alpaca with one answer, `response`, which stands for both; read only where it is asked for |
 | dialogue | `\\n\\nHuman: ...\\n\\nAssistant: ...` strings, whole or behind a `prompt` |
 
-Invariant: a row of another format than its file's is refused as `schema`, never read some other way.
+A file has the format that most of its sampled rows have. explicit_prompt and alpaca are two names of one reading: it is
+called alpaca where rows fill query, system or history.
+
+Invariants: how a row is read depends on the row and its file's format, never on which row comes first; a row of another
+format than its file's is refused as `schema`, never read some other way; a column that a row's reader did not read is not
+counted as used. No row's prompt ends with the assistant.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from relax.data.columns import Columns
-from relax.data.messages import answer_message, read_messages
+from relax.data.messages import answer_message, clean_row, read_messages
 from relax.data.options import INSTRUCTION, DataOptions
 from relax.data.rows import (
     Message,
@@ -29,28 +35,47 @@ from relax.data.rows import (
     is_empty_answer,
     parse_json_column,
     parse_margin,
+    printable,
+    shown,
 )
 from relax.errors import UserError
 
 _TURN = re.compile(r"(?:\n\n|\A\s*)(Human|Assistant):")
 _DIALOGUE_ROLES = {"Human": "user", "Assistant": "assistant"}
 
-# A format's reading of a row: the history, both answers, and the plain text where the format is plain text.
-Parts = tuple[list[Message], Message, Message, PlainText | None]
+
+class Parts(NamedTuple):
+    """A format's reading of a row: what comes before the answers, both answers, the plain text where the format is plain
+    text, and the rejected side's own history where it is not the same.
+    """
+
+    history: list[Message]
+    chosen: Message
+    rejected: Message
+    text: PlainText | None = None
+    rejected_history: list[Message] | None = None
 
 
 def choose_format(rows: Sequence[Any], *, columns: Columns, path: str, allowed: Sequence[str]) -> str:
-    """The format of a file: the only one allowed, else the first row's that has one, which must be among `allowed` if any is.
+    """The format that most of these rows have, which must be one of `allowed` if any is.
 
-    Raises `UserError` listing the columns when no row has a format, or the columns of the only one are not there.
+    Raises `UserError` listing the columns when no row has a format, or the columns of the only one allowed are not there.
     """
-    found = sorted({key for row in rows if isinstance(row, dict) for key in row})
-    if len(allowed) == 1:
-        for parts in REQUIRED_PARTS[allowed[0]]:
-            if not any(part in columns.names for part in parts):
-                raise UserError(f"{path}: no column for {' or '.join(parts)} (map_keys). The file has: {', '.join(found)}.")
-        return allowed[0]
-    name = _detect_format(rows, columns=columns, found=found, path=path)
+    found = ", ".join(sorted({printable(key) for row in rows if isinstance(row, dict) for key in row})) or "none"
+    for parts in REQUIRED_PARTS.get(allowed[0], ()) if allowed else ():
+        if not any(part in columns.names for part in parts):
+            raise UserError(f"{path}: no column for {' or '.join(parts)} (map_keys). The file has: {found}.")
+    if INSTRUCTION in allowed:
+        return INSTRUCTION
+    formats = Counter(name for row in rows if (name := _format_of_raw(row, columns)))
+    if not formats:
+        raise UserError(
+            f"{path}: no row holds a preference pair. Columns found: {found}; needed: chosen and rejected (with a prompt, "
+            "unless they are whole conversations). Name the columns with --chosen-key, --rejected-key, --prompt-key or "
+            "--conversation-key-map (in preprocessing: map_keys)."
+        )
+    readings = Counter(map(_reading, formats.elements()))
+    name = max(formats, key=lambda name: (readings[_reading(name)], formats[name]))
     if allowed and name not in allowed:
         raise UserError(
             f"{path}: its rows are {name}, and this handler_name reads {', '.join(allowed)}: choose another handler."
@@ -58,62 +83,83 @@ def choose_format(rows: Sequence[Any], *, columns: Columns, path: str, allowed: 
     return name
 
 
-def _detect_format(rows: Sequence[Any], *, columns: Columns, found: Sequence[str], path: str) -> str:
-    for row in rows:
-        if isinstance(row, dict) and (name := _format_of(row, columns)):
-            return name
-    raise UserError(
-        f"{path}: no row holds a preference pair. Columns found: {', '.join(found) or 'none'}; needed: chosen and "
-        "rejected (with a prompt, unless they are whole conversations). Name the columns with --chosen-key, "
-        "--rejected-key, --prompt-key or --conversation-key-map."
-    )
+def _reading(name: str) -> str:
+    """The format under whose name its rows are read."""
+    return "explicit_prompt" if name == "alpaca" else name
+
+
+def _format_of_raw(row: Any, columns: Columns) -> str | None:
+    try:
+        return _format_of(clean_row(row, columns), columns) if isinstance(row, dict) else None
+    except RowRejected:
+        return None
 
 
 def _format_of(row: Row, columns: Columns) -> str | None:
-    chosen, prompt = columns.get(row, "chosen"), columns.get(row, "prompt")
-    if not chosen or not columns.get(row, "rejected"):
+    """A row's own format, by what it holds; None for one that has none."""
+    chosen, rejected, prompt = (columns.get(row, part) for part in ("chosen", "rejected", "prompt"))
+    if chosen is None or rejected is None:
         return None
     if columns.get(row, "conversations"):
         return "sharegpt"
-    if isinstance(chosen, list) and not (prompt and (len(chosen) == 1 or _begins_with_answer(chosen, columns))):
+    lists = [side for side in (chosen, rejected) if isinstance(side, list)]
+    if lists and not (prompt and all(_begins_with_answer(side, columns) for side in lists)):
         return "implicit_prompt"
-    if isinstance(prompt, str) and prompt and _is_dialogue(prompt):
+    if isinstance(prompt, str) and _is_dialogue(prompt):
         return "dialogue"
-    if any(columns.get(row, part) for part in ("query", "system", "history")) and not isinstance(prompt, list):
-        return "alpaca"
+    if not isinstance(prompt, list) and (columns.get(row, "query") or prompt):
+        return "alpaca" if any(columns.get(row, part) for part in ("query", "system", "history")) else "explicit_prompt"
     if prompt:
         return "explicit_prompt"
     return "dialogue" if isinstance(chosen, str) and _is_dialogue(chosen) else None
 
 
 def _begins_with_answer(messages: list[Any], columns: Columns) -> bool:
-    """Messages that follow a prompt, where a whole conversation would begin with the system or the user."""
+    """Messages that follow a prompt, where a whole conversation would begin with the system or the user; or no message."""
+    if not messages:
+        return True
     first = messages[0] if isinstance(messages[0], dict) else {}
     role = next((value for name, value in first.items() if columns.fields.get(name, name) == "role"), None)
     return isinstance(role, str) and columns.roles.get(role, role) in ("assistant", "tool")
 
 
 def read_pair(row: Any, *, name: str, columns: Columns, options: DataOptions) -> PreferencePair:
-    """Read one row as the file's format. Raises `RowRejected`."""
+    """Read one row as the file's format; `columns.used` says what of it. Raises `RowRejected`."""
     if not isinstance(row, dict):
         raise RowRejected("schema", f"the row is {'null' if row is None else describe(row)}, not an object")
+    row = clean_row(row, columns)
     for side in ("response",) if name == INSTRUCTION else ("chosen", "rejected"):
         if columns.get(row, side) is None:
             raise RowRejected("schema", f"{side} is missing")
-    history, chosen, rejected, text = READERS[name](row, columns)
-    if options.system_prompt and not (history and history[0]["role"] == "system"):
-        history = [{"role": "system", "content": options.system_prompt}, *history]
+    own = None if name == INSTRUCTION else _format_of(row, columns)
+    if own and _reading(own) != _reading(name):
+        raise RowRejected("schema", f"the row is {own}, and most rows of its file are {name}")
+    columns.used.clear()  # what finding the format looked at, reading it may leave alone
+    parts = READERS[name](row, columns)
+    history, other_history = (_with_system_prompt(side, options) for side in (parts.history, parts.rejected_history or []))
+    for messages in (history, other_history):
+        if messages and messages[-1]["role"] == "assistant":
+            raise RowRejected(
+                "schema", "the prompt ends with the assistant's own words: put them at the start of both answers instead"
+            )
     return PreferencePair(
         history=tuple(history),
-        chosen=chosen,
-        rejected=rejected,
-        text=None if options.system_prompt else text,
+        chosen=parts.chosen,
+        rejected=parts.rejected,
+        rejected_history=tuple(other_history) if parts.rejected_history else None,
+        text=None if options.system_prompt else parts.text,
         tools=parse_json_column(columns.get(row, "tools"), column="tools", kind=list),
         template_kwargs=parse_json_column(columns.get(row, "chat_template_kwargs"), column="chat_template_kwargs", kind=dict)
         or {},
         margin=parse_margin(columns.get(row, "margin")),
         pair_id=_pair_id(row, columns),
     )
+
+
+def _with_system_prompt(history: list[Message], options: DataOptions) -> list[Message]:
+    if not options.system_prompt or (history and history[0]["role"] == "system"):
+        return history
+    return [{"role": "system", "content": options.system_prompt}, *history]
 
 
 def _pair_id(row: Row, columns: Columns) -> str | None:
@@ -126,63 +172,72 @@ def _pair_id(row: Row, columns: Columns) -> str | None:
 
 
 def _implicit_prompt(row: Row, columns: Columns) -> Parts:
-    sides = [read_messages(columns.get(row, side), what=side, columns=columns) for side in ("chosen", "rejected")]
-    for side, messages in zip(("chosen", "rejected"), sides, strict=True):
+    values = {side: columns.get(row, side) for side in ("chosen", "rejected")}
+    for side, value in values.items():
+        if value in ([], ""):
+            raise RowRejected("empty_completion", f"{side} is empty")
+    sides = {side: read_messages(value, what=side, columns=columns) for side, value in values.items()}
+    _refuse_unanswered(sides)
+    for side, messages in sides.items():
         if messages[-1]["role"] != "assistant":
-            raise RowRejected("schema", f"{side} ends with role {messages[-1]['role']!r}, not assistant")
+            raise RowRejected("schema", f"{side} ends with role {shown(messages[-1]['role'])}, not assistant")
         if len(messages) < 2:
             raise RowRejected("schema", f"{side} holds an answer and nothing that it answers")
-    chosen, rejected = sides
-    if chosen[:-1] != rejected[:-1]:
-        raise RowRejected("prompt_mismatch", "chosen and rejected have different histories")
-    return chosen[:-1], chosen[-1], rejected[-1], None
+    histories = [_with_system(row, columns, messages[:-1]) for messages in sides.values()]
+    other = histories[1] if histories[0] != histories[1] else None
+    return Parts(histories[0], sides["chosen"][-1], sides["rejected"][-1], rejected_history=other)
+
+
+def _refuse_unanswered(sides: dict[str, list[Message]]) -> None:
+    """Raise `RowRejected` where one side is only the beginning of the other: nothing is left that answers."""
+    (chosen, first), (rejected, second) = sides.items()
+    for side, short, long in ((chosen, first, second), (rejected, second, first)):
+        if len(short) < len(long) and long[: len(short)] == short:
+            raise RowRejected("empty_completion", f"{side} is only the beginning of the other side, with no answer of its own")
 
 
 def _explicit_prompt(row: Row, columns: Columns) -> Parts:
     prompt = columns.get(row, "prompt")
-    if not prompt:
-        raise RowRejected("schema", "prompt is missing")
-    if not isinstance(prompt, str):
+    if isinstance(prompt, list | dict):
         history = _with_system(row, columns, read_messages(prompt, what="prompt", columns=columns))
-        return *_with_answers(row, columns, history), None
-    history = [{"role": "user", "content": prompt}]
-    return *_with_answers(row, columns, history), _plain_text(row, columns, prompt)
-
-
-def _alpaca(row: Row, columns: Columns) -> Parts:
-    history, prompt = _alpaca_question(row, columns)
-    return *_with_answers(row, columns, history), _plain_text(row, columns, prompt) if len(history) == 1 else None
+        return _with_answers(row, columns, history)
+    history, question = _question(row, columns)
+    return _with_answers(row, columns, history)._replace(text=_plain_text(row, columns, history, question))
 
 
 def _alpaca_instruction(row: Row, columns: Columns) -> Parts:
-    history, prompt = _alpaca_question(row, columns)
+    history, question = _question(row, columns)
     response = columns.get(row, "response")
     answer = answer_message(response, what="response", columns=columns)
     if is_empty_answer(answer):
         raise RowRejected("empty_completion", "response is empty")
     plain = len(history) == 1 and isinstance(response, str)
-    return history, answer, answer, PlainText(prompt=prompt, chosen=response, rejected=response) if plain else None
+    text = PlainText(prompt=question, chosen=response, rejected=response) if plain else None
+    return Parts(history, answer, answer, text)
 
 
-def _alpaca_question(row: Row, columns: Columns) -> tuple[list[Message], str]:
+def _question(row: Row, columns: Columns) -> tuple[list[Message], str]:
     """(everything before the answer, the last question): system, history, and prompt and query joined by a newline."""
     history: list[Message] = []
     for turn in parse_json_column(columns.get(row, "history"), column="history", kind=list) or []:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise RowRejected("schema", "history is not a list of [question, answer] strings")
         history += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    parts = [columns.get(row, part) for part in ("prompt", "query")]
-    if not all(part is None or isinstance(part, str) for part in parts) or not any(parts):
-        raise RowRejected("schema", "prompt and query are not strings, or both are empty")
-    prompt = "\n".join(part for part in parts if part)
-    return _with_system(row, columns, [*history, {"role": "user", "content": prompt}]), prompt
+    texts = {part: columns.get(row, part) for part in ("prompt", "query")}
+    for part, text in texts.items():
+        if text is not None and not isinstance(text, str):
+            raise RowRejected("schema", f"{part} is {describe(text)}, not a string")
+    if not any(texts.values()):
+        raise RowRejected(
+            "schema", "prompt is missing" if "query" not in columns.names else "prompt and query are both missing"
+        )
+    question = "\n".join(text for text in texts.values() if text)
+    return _with_system(row, columns, [*history, {"role": "user", "content": question}]), question
 
 
 def _sharegpt(row: Row, columns: Columns) -> Parts:
     messages = read_messages(columns.get(row, "conversations"), what="conversations", columns=columns)
-    if messages[-1]["role"] == "assistant":
-        raise RowRejected("schema", "conversations ends with the assistant: chosen and rejected cannot follow")
-    return *_with_answers(row, columns, _with_system(row, columns, messages)), None
+    return _with_answers(row, columns, _with_system(row, columns, messages))
 
 
 def _dialogue(row: Row, columns: Columns) -> Parts:
@@ -191,16 +246,17 @@ def _dialogue(row: Row, columns: Columns) -> Parts:
     if not all(isinstance(text, str) for text in (prompt, *sides)):
         raise RowRejected("schema", "a dialogue is not a string")
     (history, chosen, head), (other_history, rejected, other_head) = (_split_dialogue(prompt + text) for text in sides)
+    _refuse_unanswered({"chosen": [*history, chosen], "rejected": [*other_history, rejected]})
     if history != other_history:
         raise RowRejected("prompt_mismatch", "the two dialogues differ before their last answer")
     text = PlainText(prompt=head, chosen=(prompt + sides[0])[len(head) :], rejected=(prompt + sides[1])[len(other_head) :])
-    return history, chosen, rejected, text
+    return Parts(history, chosen, rejected, text)
 
 
 READERS: dict[str, Callable[[Row, Columns], Parts]] = {
     "implicit_prompt": _implicit_prompt,
     "explicit_prompt": _explicit_prompt,
-    "alpaca": _alpaca,
+    "alpaca": _explicit_prompt,
     INSTRUCTION: _alpaca_instruction,
     "sharegpt": _sharegpt,
     "dialogue": _dialogue,
@@ -208,15 +264,15 @@ READERS: dict[str, Callable[[Row, Columns], Parts]] = {
 
 # The parts that each format reads beside the answers and the optional ones.
 FORMAT_PARTS: dict[str, tuple[str, ...]] = {
-    "implicit_prompt": (),
-    "explicit_prompt": ("prompt", "system"),
+    "implicit_prompt": ("system",),
+    "explicit_prompt": ("prompt", "query", "system", "history"),
     "alpaca": ("prompt", "query", "system", "history"),
     INSTRUCTION: ("prompt", "query", "system", "history", "response"),
     "sharegpt": ("conversations", "system"),
     "dialogue": ("prompt",),
 }
 
-# Where one format alone is allowed: of each line, one part needs a column.
+# Where a handler is for this format: of each line, one part needs a column.
 REQUIRED_PARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "alpaca": (("prompt", "query"), ("chosen",), ("rejected",)),
     INSTRUCTION: (("prompt", "query"), ("response",)),
@@ -248,18 +304,20 @@ def _with_system(row: Row, columns: Columns, history: list[Message]) -> list[Mes
         return history
     if not isinstance(system, str):
         raise RowRejected("schema", f"system is {describe(system)}, not a string")
-    if history[0]["role"] == "system":
-        raise RowRejected("schema", "the row has a system column and a system message")
-    return [{"role": "system", "content": system}, *history]
+    if history[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *history]
+    if history[0]["content"] != system:
+        raise RowRejected("schema", "the row has a system column and another system message")
+    return history
 
 
-def _with_answers(row: Row, columns: Columns, history: list[Message]) -> tuple[list[Message], Message, Message]:
+def _with_answers(row: Row, columns: Columns, history: list[Message]) -> Parts:
     chosen, rejected = (answer_message(columns.get(row, side), what=side, columns=columns) for side in ("chosen", "rejected"))
-    return history, chosen, rejected
+    return Parts(history, chosen, rejected)
 
 
-def _plain_text(row: Row, columns: Columns, prompt: str) -> PlainText | None:
+def _plain_text(row: Row, columns: Columns, history: list[Message], prompt: str) -> PlainText | None:
     chosen, rejected = columns.get(row, "chosen"), columns.get(row, "rejected")
-    if isinstance(chosen, str) and isinstance(rejected, str):
+    if len(history) == 1 and isinstance(chosen, str) and isinstance(rejected, str):
         return PlainText(prompt=prompt, chosen=chosen, rejected=rejected)
     return None

@@ -1,7 +1,8 @@
-"""A JSON array read one element at a time, so that a large file is never held as a whole.
+"""JSON as files of rows hold it: a whole value, or an array read one element at a time, never held as a whole.
 
 Invariants: elements come in order with the line each starts on, from 1; memory holds one block and one element; text
-that is not a JSON array raises `UserError` with file and line.
+that is not a JSON array raises `UserError` with file and line. No value is nested more than `MAX_DEPTH` levels, so that
+whatever walks through a row later may recurse.
 """
 
 import json
@@ -11,8 +12,41 @@ from typing import Any, TextIO
 from relax.errors import UserError
 
 BLOCK_CHARS = 1 << 20
+MAX_DEPTH = 100
+TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _DECODER = json.JSONDecoder()
 _BLANK = " \t\r\n"
+
+
+def load_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises `ValueError` that says what is wrong, whatever the text."""
+    try:
+        value = json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error.msg} at character {error.pos + 1}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not usable JSON: {refusal(error)}") from None
+    if is_deep(value):
+        raise ValueError(f"not usable JSON: {TOO_DEEP}")
+    return value
+
+
+def refusal(error: ValueError | RecursionError) -> str:
+    """Why Python's reader refuses valid JSON: its depth, or an integer longer than Python converts."""
+    return TOO_DEEP if isinstance(error, RecursionError) else f"{error}".partition(";")[0]
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested beyond `MAX_DEPTH`."""
+    level: list[Any] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (entry for outer in level for entry in (outer.values() if isinstance(outer, dict) else outer))
+        level = [entry for entry in inner if isinstance(entry, list | dict)]
+        if not level:
+            return False
+    return True
 
 
 class ArrayReader:
@@ -47,9 +81,13 @@ class ArrayReader:
                 if not self._read():
                     raise self._error(f"{error.msg} in the element that begins here") from None
                 continue
+            except (ValueError, RecursionError) as error:
+                raise self._error(f"{refusal(error)}, in the element that begins here", kind="usable") from None
             # A number at the end of the block may go on in the next one.
             if end == len(self._buffer) and self._read():
                 continue
+            if is_deep(value):
+                raise self._error(f"{TOO_DEEP}, in the element that begins here", kind="usable")
             self._advance(end)
             return value
 
@@ -82,5 +120,5 @@ class ArrayReader:
         self._buffer, self._position = rest + block, 0
         return bool(block)
 
-    def _error(self, what: str) -> UserError:
-        return UserError(f"{self._name}:{self._line}: not valid JSON: {what}")
+    def _error(self, what: str, *, kind: str = "valid") -> UserError:
+        return UserError(f"{self._name}:{self._line}: not {kind} JSON: {what}")

@@ -47,7 +47,7 @@ def load_pairs(
     if not tokenizer_dir.is_dir():
         load_tokenizer(tokenizer_dir)  # says what is missing
     notes = left_out(paths)
-    if not all(map(is_prefix, files)):
+    if options.chat_template and not all(map(is_prefix, files)):
         options = replace(
             options, chat_template_kwargs=settle_date(options.template_kwargs, directory=tokenizer_dir, today=today)
         )

@@ -31,7 +31,8 @@ class DataOptions:
     and the micro-batch budget. Keys of None mean the usual column name. `whole_render` keeps the template's whole
     render (reward model, which also reads margins); without it a completion stops at its end-of-turn token (DPO).
     `conversation_key_map` maps names found in the file (columns, message fields, roles) to ours. Training drops a pair
-    that came before; whoever asks for scores of rows keeps every row (`drop_duplicates=False`).
+    that came before; whoever asks for scores of rows keeps every row (`drop_duplicates=False`). `chat_template=False`
+    takes prompt and answers as they are, between BOS and end token.
 
     Preprocessing sets the last three. `to_file`: an answer keeps both readings (see `render.PairIds`), and a pair with a
     side longer than `max_length` is dropped rather than cut. `row_formats`: the formats that rows may have (none: any).
@@ -50,6 +51,7 @@ class DataOptions:
     conversation_key_map: dict[str, str] | None = field(default_factory=dict)
     tool_key: str | None = None
     system_prompt: str | None = None
+    chat_template: bool = True
     chat_template_kwargs: dict[str, Any] | None = field(default_factory=dict)
     strict: bool = False
     drop_duplicates: bool = True
@@ -72,6 +74,11 @@ class DataOptions:
             )
         if reserved := RESERVED_TEMPLATE_KWARGS & set(self.template_kwargs):
             raise UserError(f"--apply-chat-template-kwargs cannot set {', '.join(sorted(reserved))}: relax sets it itself.")
+        if not self.chat_template:
+            flags = {"--apply-chat-template-kwargs": self.template_kwargs, "--system-prompt": self.system_prompt}
+            for flag, given in flags.items():
+                if given:
+                    raise UserError(f"{flag} has no effect with --no-chat-template: leave one of them out.")
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

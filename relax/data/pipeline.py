@@ -115,6 +115,7 @@ class Collector:
         self._rejected: dict[str, Rejections] = defaultdict(Rejections)
         self._marks: Counter[str] = Counter()
         self._unused: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
         self._seen = SeenRows()
         self._tokens = TokenCounts()
 
@@ -129,6 +130,8 @@ class Collector:
         for rejection in sorted(rejections, key=lambda rejection: rejection.number):
             self._reject(result.file, rejection)
         self._unused.update(result.unused_columns)
+        for number, names in result.dropped_fields:
+            self._count_dropped(result.file, number, sorted(names))
         marks = result.marks[keep]
         self._marks.update({name: int(np.count_nonzero(marks & mark)) for mark, (name, _) in MARK_NAMES.items()})
         pairs = result.pairs.select(keep)
@@ -152,6 +155,14 @@ class Collector:
             )
         self._rejected[rejection.code].add((file, rejection.number), rejection.detail)
 
+    def _count_dropped(self, file: int, number: int, names: Sequence[str]) -> None:
+        if self._options.strict:
+            raise UserError(
+                f"{self._files[file].path}:{number}: the chat template leaves out {', '.join(names)} of the row's messages. "
+                "Use a template that writes it (--apply-chat-template-kwargs), remove it, or leave out --strict-data."
+            )
+        self._dropped.update(names)
+
     def report(self, title: str) -> DataReport:
         """What became of the rows taken so far."""
         return DataReport(
@@ -161,5 +172,6 @@ class Collector:
             rejected={code: self._rejected[code] for code in REASONS if code in self._rejected},
             marks=dict(self._marks),
             unused_columns=dict(sorted(self._unused.items())),
+            dropped_fields=dict(sorted(self._dropped.items())),
             tokens=self._tokens.statistics(),
         )

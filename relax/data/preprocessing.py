@@ -16,7 +16,7 @@ from relax.data.formats import FORMAT_PARTS
 from relax.data.options import INSTRUCTION, DataOptions
 from relax.data.pipeline import scan_files, tokenize_files
 from relax.data.prefix import is_prefix
-from relax.data.provenance import AUTO, describe_template, describe_tokenizer
+from relax.data.provenance import AUTO, PLAIN, describe_template, describe_tokenizer
 from relax.data.report import DataReport, OneByOne
 from relax.data.template_guard import clock_note, settle_date
 from relax.data.templates import load_template
@@ -27,7 +27,7 @@ from relax.errors import UserError
 
 # A handler is the row formats that it reads.
 HANDLERS = {
-    "AlpacaStylePairwiseHandler": ("alpaca",),
+    "AlpacaStylePairwiseHandler": ("alpaca", "explicit_prompt"),
     "AlpacaStyleInstructionHandler": (INSTRUCTION,),
     "SharegptStylePairwiseHandler": ("sharegpt",),
     "PreferencePairHandler": ("implicit_prompt", "explicit_prompt", "dialogue"),
@@ -102,20 +102,23 @@ def _raw_files(paths: Sequence[str]) -> list[Path]:
 def _data_options(settings: Settings, tokenizer: Any) -> DataOptions:
     """How rows are read and rendered; nothing is cut."""
     kwargs: dict[str, Any] = {}
-    if settings.prompt_type != AUTO:
+    plain = settings.prompt_type == PLAIN
+    if settings.prompt_type not in (AUTO, PLAIN):
         kwargs["chat_template"] = load_template(settings.prompt_type, path=settings.prompt_type_path, tokenizer=tokenizer)
     if settings.enable_thinking is not None:
-        if "enable_thinking" not in str(kwargs.get("chat_template") or tokenizer.chat_template):
+        if plain or "enable_thinking" not in str(kwargs.get("chat_template") or tokenizer.chat_template):
             raise UserError(
                 f"enable_thinking: the template of prompt_type {settings.prompt_type} does not read it; leave it out"
             )
         kwargs["enable_thinking"] = settings.enable_thinking
-    kwargs = settle_date(kwargs, directory=Path(settings.tokenizer_name_or_path))
+    if not plain:
+        kwargs = settle_date(kwargs, directory=Path(settings.tokenizer_name_or_path))
     limit = settings.seq_length or NO_LIMIT
     return DataOptions(
         max_length=limit,
         max_completion_length=limit - 1,
         max_tokens=2 * limit,
+        chat_template=not plain,
         chat_template_kwargs=kwargs,
         to_file=True,
         row_formats=HANDLERS[settings.handler_name],

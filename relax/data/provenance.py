@@ -15,6 +15,7 @@ from relax.data.prefix import read_sidecar, sidecar_path
 from relax.errors import UserError
 
 AUTO = "auto"  # the prompt_type of the tokenizer's own template
+PLAIN = "none"  # the prompt_type of rows that are taken as they are
 
 
 def describe_tokenizer(tokenizer: Any, directory: Path) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def describe_template(tokenizer: Any, options: DataOptions, *, prompt_type: str)
     """The sidecar's entry: what rendered the rows."""
     kwargs = dict(options.template_kwargs)
     text = kwargs.pop("chat_template", None) or tokenizer.chat_template
-    digest = None if text is None else hashlib.sha256(str(text).encode()).hexdigest()
+    digest = None if text is None or not options.chat_template else hashlib.sha256(str(text).encode()).hexdigest()
     return {"prompt_type": prompt_type, "sha256": digest, "kwargs": kwargs}
 
 
@@ -36,8 +37,9 @@ def check_provenance(prefix: Path, *, num_pairs: int, tokenizer: Any, tokenizer_
     _check_flags(prefix, options)
     sidecar = read_sidecar(prefix)
     if sidecar is None:
-        if options.template_kwargs:
-            raise UserError(f"{prefix}: already rendered; --apply-chat-template-kwargs would have no effect on it.")
+        if options.template_kwargs or not options.chat_template:
+            flag = "--apply-chat-template-kwargs" if options.chat_template else "--no-chat-template"
+            raise UserError(f"{prefix}: already rendered; {flag} would have no effect on it.")
         return
     if sidecar["num_pairs"] != num_pairs:
         raise UserError(f"{prefix}: holds {num_pairs:,} pairs, but {sidecar_path(prefix).name} says {sidecar['num_pairs']:,}.")
@@ -51,6 +53,11 @@ def check_provenance(prefix: Path, *, num_pairs: int, tokenizer: Any, tokenizer_
 
 
 def _check_template(prefix: Path, made: dict[str, Any], *, tokenizer: Any, options: DataOptions) -> None:
+    if not options.chat_template and made["sha256"]:
+        raise UserError(
+            f"{prefix} was rendered with {_rendering(made)}, and --no-chat-template asks for none: leave the flag out, or "
+            f"preprocess the data again with prompt_type {PLAIN}."
+        )
     given = options.template_kwargs
     here = describe_template(tokenizer, options, prompt_type=AUTO)
     other_text = (made["prompt_type"] == AUTO or "chat_template" in given) and made["sha256"] != here["sha256"]
@@ -84,4 +91,5 @@ def _named(entry: dict[str, Any]) -> str:
 
 def _rendering(entry: dict[str, Any]) -> str:
     kwargs = f" and {json.dumps(entry['kwargs'])}" if entry["kwargs"] else ""
-    return f"the template {str(entry['sha256'])[:16]} (prompt_type {entry['prompt_type']}){kwargs}"
+    template = f"the template {entry['sha256'][:16]}" if entry["sha256"] else "no chat template"
+    return f"{template} (prompt_type {entry['prompt_type']}){kwargs}"

@@ -93,6 +93,8 @@ class Rejections:
 class DataReport:
     """The report of one data set. `marks` counts kept pairs by what was done to them; lengths are in tokens.
 
+    `unused_columns`: column -> rows in which it has content that nothing uses; `dropped_fields`: `role.field` -> rows in
+    whose messages it has content that the chat template leaves out.
     `notes`: what a user should know of the set as a whole, a line each.
     """
 
@@ -102,6 +104,7 @@ class DataReport:
     rejected: dict[str, Rejections]
     marks: dict[str, int]
     unused_columns: dict[str, int]
+    dropped_fields: dict[str, int]
     tokens: dict[str, dict[str, float]]
     notes: tuple[str, ...] = ()
 
@@ -162,14 +165,17 @@ class DataReport:
         for name, meaning in MARK_NAMES.values():
             if count := self.marks.get(name):
                 lines.append(f"  {name}: {counted(count, 'pair')} ({meaning})")
-        if self.unused_columns:
-            columns = ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in self.unused_columns.items())
-            lines.append(f"  columns with content that nothing uses: {columns}")
+        for what, names in (
+            ("columns with content that nothing uses", self.unused_columns),
+            ("fields of messages that the chat template leaves out", self.dropped_fields),
+        ):
+            if names:
+                lines.append(f"  {what}: " + ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in names.items()))
         if self.tokens:
-            names = list(next(iter(self.tokens.values())))
-            lines.append(f"  {'tokens':<10}" + "".join(f"{name:>10}" for name in names))
+            heads = list(next(iter(self.tokens.values())))
+            lines.append(f"  {'tokens':<10}" + "".join(f"{head:>10}" for head in heads))
             for part, values in self.tokens.items():
-                lines.append(f"  {part:<10}" + "".join(f"{values[name]:>10,.0f}" for name in names))
+                lines.append(f"  {part:<10}" + "".join(f"{values[head]:>10,.0f}" for head in heads))
         return "\n".join(lines)
 
     def to_json(self, *, rows: Callable[[Iterable[str]], list[str]] = list) -> dict[str, Any]:
@@ -194,6 +200,7 @@ class DataReport:
             },
             "pairs": self.marks,
             "unused_columns": self.unused_columns,
+            "dropped_fields": self.dropped_fields,
             "tokens": self.tokens,
         }
 

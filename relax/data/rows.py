@@ -6,8 +6,11 @@ two non-empty, different answers; what cannot become one raises `RowRejected` wi
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
+
+from relax.data.json_stream import load_json
 
 Message = dict[str, Any]
 Row = dict[str, Any]
@@ -50,12 +53,14 @@ class PlainText:
 class PreferencePair:
     """One row: the shared `history`, and the assistant's two answers as messages.
 
-    An instruction row has one answer: `rejected` is `chosen` itself.
+    An instruction row has one answer: `rejected` is `chosen` itself. `rejected_history` is there where the row gives the
+    rejected side another one: what the template writes of both must be the same.
     """
 
     history: tuple[Message, ...]
     chosen: Message
     rejected: Message
+    rejected_history: tuple[Message, ...] | None = None
     text: PlainText | None = None
     tools: list[Message] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +73,8 @@ class PreferencePair:
                 raise RowRejected("empty_completion", f"{side} is empty")
         if self.chosen == self.rejected and self.chosen is not self.rejected:
             raise RowRejected("identical", "chosen and rejected are equal")
-        if not _is_text([self.history, self.chosen, self.rejected, self.tools, self.template_kwargs]):
+        texts = [self.history, self.chosen, self.rejected, self.rejected_history, self.tools, self.template_kwargs]
+        if not _is_text(texts):
             raise RowRejected("schema", "the text holds half of a surrogate pair, which no tokenizer reads")
 
 
@@ -88,15 +94,19 @@ def _is_text(content: Any) -> bool:
 
 
 def parse_margin(value: Any) -> float | None:
-    """The row's margin, or None where it has none. NaN and infinities are refused: NaN never comes out of data."""
-    if value is None or value == "":
+    """The row's margin, or None where it has none, which NaN means, too. Infinities are refused."""
+    if value is None:
         return None
     try:
         margin = float(value)
     except (TypeError, ValueError):
-        raise RowRejected("schema", f"margin is {value!r}, not a number") from None
+        raise RowRejected("schema", f"margin is {shown(value)}, not a number") from None
+    except OverflowError:
+        margin = math.inf
+    if math.isnan(margin):
+        return None
     if isinstance(value, bool) or not abs(margin) <= _FLOAT32_MAX:
-        raise RowRejected("schema", f"margin is {value!r}, not a finite number")
+        raise RowRejected("schema", f"margin is {shown(value)}, not a finite number")
     return margin
 
 
@@ -104,7 +114,7 @@ def parse_json_column(value: Any, *, column: str, kind: type) -> Any:
     """A column that holds a list or a dict, as such or as JSON text; None where it is absent or empty."""
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
+            value = without_missing(load_json(value))
         except ValueError:
             raise RowRejected("schema", f"{column} is not valid JSON") from None
     if not value:
@@ -112,6 +122,33 @@ def parse_json_column(value: Any, *, column: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise RowRejected("schema", f"{column} is {describe(value)}, not {kind.__name__}")
     return value
+
+
+def without_missing(value: Any) -> Any:
+    """The value without the fields that are null or NaN: tables fill in what a row lacks, JSON need not hold it.
+
+    In lists, where every place counts, NaN is null.
+    """
+    if isinstance(value, dict):
+        return {name: without_missing(field) for name, field in value.items() if not is_missing(field)}
+    if isinstance(value, list):
+        return [without_missing(entry) for entry in value]
+    return None if is_missing(value) else value
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def shown(value: Any, *, at_most: int = 60) -> str:
+    """A value for a message: in quotes where it is text, cut where it is long, and printable whatever it is."""
+    text = repr(value)
+    return text if len(text) <= at_most else f"{text[:at_most]}..."
+
+
+def printable(text: str) -> str:
+    """Text that can be printed and written: halves of surrogate pairs as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def describe(value: Any) -> str:

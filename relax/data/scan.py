@@ -3,20 +3,22 @@
 It runs before anything is tokenized, so that a broken line in the last megabyte is reported in seconds.
 """
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from relax.data.columns import INFORMATION, Columns, resolve_columns
-from relax.data.formats import FORMAT_PARTS, choose_format
+from relax.data.columns import Columns, resolve_columns
+from relax.data.formats import choose_format
+from relax.data.json_stream import load_json
 from relax.data.options import DataOptions
 from relax.data.sources import Chunk, read_chunks
 from relax.errors import UserError
 
-# Rows from which the format and the columns are taken.
-SAMPLE_ROWS = 256
+SAMPLE_ROWS = 512  # at most this many rows, spread over the file, decide its format
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +34,53 @@ class FileScan:
     tokenized: bool = False
     path: str = ""
 
-    def consumed_columns(self, *, tools: bool, margins: bool) -> frozenset[str]:
-        """Columns that something reads, and those that only inform people; `tools`, `margins`: template, loss read them."""
-        consumed = self.columns.consumed(FORMAT_PARTS[self.format]) | INFORMATION
-        unread = [part for part, read in (("tools", tools), ("margin", margins)) if not read]
-        return consumed - {self.columns.names.get(part) for part in unread}
-
 
 def scan_file(path: Path, *, options: DataOptions) -> FileScan:
     """Read the file once. Raises `UserError` for a broken line (file and line), no rows, or no known format."""
     num_rows = 0
     names: set[str] = set()
-    sample: list[object] = []
+    sample = Sample()
     for chunk in read_chunks(path, file=0):
-        rows = _check_rows(chunk, path=path)
-        names.update(*(row for row in rows if isinstance(row, dict)))
+        if isinstance(chunk.payload, pa.RecordBatch):  # its cells need no check
+            names.update(chunk.payload.schema.names)
+            sample.offer(num_rows, len(chunk.numbers), partial(_row_of, chunk.payload))
+        else:
+            rows = _check_rows(chunk, path=path)
+            names.update(*(row for row in rows if isinstance(row, dict)))
+            sample.offer(num_rows, len(rows), rows.__getitem__)
         num_rows += len(chunk.numbers)
-        sample += rows[: SAMPLE_ROWS - len(sample)]
     if not num_rows:
         raise UserError(f"{path}: the file holds no rows.")
     columns = resolve_columns(names, options=options, path=str(path))
-    name = choose_format(sample, columns=columns, path=str(path), allowed=options.row_formats)
+    name = choose_format(sample.rows, columns=columns, path=str(path), allowed=options.row_formats)
     return FileScan(name, columns, num_rows, path=str(path))
 
 
-def _check_rows(chunk: Chunk, *, path: Path) -> list[object]:
-    """The chunk's rows; of a table's later batches, whose cells need no check, only the column names."""
-    if isinstance(chunk.payload, pa.RecordBatch):
-        return chunk.rows() if chunk.numbers[0] <= SAMPLE_ROWS else [dict.fromkeys(chunk.payload.schema.names)]
-    rows: list[object] = []
+class Sample:
+    """Rows spread evenly over a file whose length shows only at its end: every k-th, k doubled when they are too many."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self._step = 1
+
+    def offer(self, first: int, count: int, get: Callable[[int], Any]) -> None:
+        """The next `count` rows of the file, the first of which is its row `first`, from 0; `get(place)` is one of them."""
+        self.rows += [get(place) for place in range(-first % self._step, count, self._step)]
+        while len(self.rows) > SAMPLE_ROWS:
+            self.rows = self.rows[::2]
+            self._step *= 2
+
+
+def _row_of(batch: pa.RecordBatch, place: int) -> Any:
+    return batch.slice(place, 1).to_pylist()[0]
+
+
+def _check_rows(chunk: Chunk, *, path: Path) -> list[Any]:
+    """The rows of a chunk of JSON lines or parsed rows."""
+    rows: list[Any] = []
     for number, row in zip(chunk.numbers, chunk.payload, strict=True):
         try:
-            rows.append(json.loads(row) if isinstance(row, bytes) else row)
-        except UnicodeDecodeError:
-            raise UserError(f"{path}:{number}: not UTF-8 text.") from None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not valid JSON: {error.msg} at character {error.pos + 1}.") from None
-        except RecursionError:
-            raise UserError(f"{path}:{number}: not usable JSON: nested too deeply.") from None
+            rows.append(load_json(row) if isinstance(row, bytes) else row)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}.") from None
     return rows

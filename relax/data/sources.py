@@ -43,7 +43,7 @@ class Chunk:
     def rows(self) -> list[Any]:
         """The rows, parsed. Lines were checked by `scan` before, so that parsing them cannot fail."""
         if isinstance(self.payload, pa.RecordBatch):
-            return [without_nulls(row) for row in self.payload.to_pylist()]
+            return self.payload.to_pylist()
         return [json.loads(row) if isinstance(row, bytes) else row for row in self.payload]
 
 
@@ -134,7 +134,7 @@ def _goes_on_behind(line: bytes) -> bool:
         json.loads(line)
     except json.JSONDecodeError as error:
         return error.pos >= len(error.doc.rstrip()) - 1
-    except (UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         pass
     return False
 
@@ -147,22 +147,9 @@ def _csv(path: Path) -> Iterator[Item]:
             for row in reader:
                 if None in row or None in row.values():
                     raise UserError(f"{path}:{reader.line_num}: the row has other columns than the header.")
-                yield reader.line_num, {name: _cell(value) for name, value in row.items()}
+                yield reader.line_num, {name: value or None for name, value in row.items()}
         except csv.Error as error:
             raise UserError(f"{path}:{reader.reader.line_num}: not valid CSV: {error}") from None
-
-
-def _cell(text: str) -> Any:
-    """A cell as text, unless it is the JSON of messages. An empty cell is no value."""
-    if text[:1] in ("[", "{"):
-        try:
-            value = json.loads(text)
-        except ValueError:
-            return text
-        messages = value if isinstance(value, list) else [value]
-        if messages and all(isinstance(entry, dict) and entry.keys() & {"role", "from"} for entry in messages):
-            return value
-    return text or None
 
 
 def _parquet(path: Path) -> Iterator[Item]:
@@ -199,19 +186,11 @@ def _batches(batches: Iterator[pa.RecordBatch]) -> Iterator[Item]:
     number = 1
     for batch in batches:
         batch.validate(full=True)  # Arrow trusts a file's offsets: without this a flipped bit ends the process
+        batch.slice(0, 1).to_pylist()  # which fails for names that are no UTF-8
         for start in range(0, batch.num_rows, CHUNK_ROWS):
             piece = batch.slice(start, CHUNK_ROWS)
             yield number, piece
             number += piece.num_rows
-
-
-def without_nulls(value: Any) -> Any:
-    """Tables fill the fields that a struct lacks with nulls; templates would read those as given."""
-    if isinstance(value, dict):
-        return {name: without_nulls(field) for name, field in value.items() if field is not None}
-    if isinstance(value, list):
-        return [without_nulls(entry) for entry in value]
-    return value
 
 
 READERS: dict[str, Callable[[Path], Iterator[Item]]] = {

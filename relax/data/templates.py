@@ -24,7 +24,7 @@ def load_template(name: str, *, path: Path, tokenizer: Any) -> str:
             "configs/model/templates.json is."
         ) from None
     if name not in known:
-        raise UserError(f"prompt_type {name!r} is not in {path}; there are: auto, {', '.join(known)}.")
+        raise UserError(f"prompt_type {name!r} is not in {path}; there are: auto, none, {', '.join(known)}.")
     tokens, template = known[name]
     vocabulary = tokenizer.get_vocab()
     if missing := [token for token in tokens if token not in vocabulary]:

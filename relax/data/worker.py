@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from threading import Thread
@@ -25,12 +25,12 @@ from relax.data.formats import read_pair
 from relax.data.limits import LimitedPair, apply_limits
 from relax.data.options import DataOptions
 from relax.data.render import PairEncoder, PairIds
-from relax.data.rows import PreferencePair, RowRejected
+from relax.data.rows import PreferencePair, RowRejected, printable
 from relax.data.scan import FileScan
 from relax.data.sources import Chunk
 from relax.data.template_guard import TemplateOverrun
 from relax.data.tokenized import read_row
-from relax.data.tokenizer import load_tokenizer, reads_tools
+from relax.data.tokenizer import has_chat_template, load_tokenizer, reads_tools
 from relax.data.tokenizer_file import tokenizer_notes
 from relax.errors import UserError
 
@@ -52,7 +52,7 @@ class ChunkResult:
     """The pairs of one chunk, in order, and what was refused.
 
     numbers: row numbers [pairs]; marks: uint8 [pairs] (`limits.Mark`); keys: what makes a pair a duplicate (its ids before
-    any limit, its id where one was asked for).
+    any limit, its id where one was asked for); dropped_fields: (row number, message fields that the chat template left out).
     """
 
     file: int
@@ -62,6 +62,7 @@ class ChunkResult:
     keys: list[list[bytes]]
     rejections: list[Rejection]
     unused_columns: dict[str, int]
+    dropped_fields: list[tuple[int, frozenset[str]]] = field(default_factory=list)
 
 
 class _ReadRow(NamedTuple):
@@ -85,7 +86,7 @@ class ChunkTokenizer:
         self._tokenizer = tokenizer
         self._scans = scans
         self._options = options
-        self._reads_tools = reads_tools(tokenizer, options.template_kwargs)
+        self._unread = _unread_parts(tokenizer, options)
 
     def notes(self, tokenizer_dir: Path) -> tuple[str, ...]:
         """What the user should know of the tokenizer, which is that of `tokenizer_dir`. Raises `UserError`."""
@@ -103,20 +104,21 @@ class ChunkTokenizer:
                 kept.append((row, apply_limits(row.ids, options=self._options)))
             except RowRejected as rejection:
                 rejections.append(Rejection(row.number, rejection.code, rejection.detail))
-        return _result(chunk.file, kept, rejections=rejections, unused=unused)
+        dropped = [(row.number, row.ids.dropped) for row, _ in kept if row.ids.dropped]
+        return replace(_result(chunk.file, kept, rejections=rejections, unused=unused), dropped_fields=dropped)
 
     def _encode(self, chunk: Chunk, rejections: list[Rejection], unused: Counter[str]) -> Iterator[_ReadRow]:
         """The rows that can be read and rendered; the others are added to `rejections`, overlooked columns to `unused`."""
         scan = self._scans[chunk.file]
-        consumed = scan.consumed_columns(tools=self._reads_tools, margins=self._options.whole_render)
         read: list[tuple[int, PreferencePair]] = []
         for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
             try:
                 read.append((number, read_pair(row, name=scan.format, columns=scan.columns, options=self._options)))
             except RowRejected as rejection:
                 rejections.append(Rejection(number, rejection.code, rejection.detail))
+                scan.columns.used.update(scan.columns.names.values())  # what it would have read, nobody knows
             if isinstance(row, dict):
-                unused.update(name for name in row.keys() - consumed if row[name] not in (None, "", [], {}))
+                unused.update(map(printable, scan.columns.unused(row, unread=self._unread)))
         for (number, pair), ids in zip(read, self._encode_pairs(read, path=scan.path), strict=True):
             if isinstance(ids, RowRejected):
                 rejections.append(Rejection(number, ids.code, ids.detail))
@@ -132,6 +134,16 @@ class ChunkTokenizer:
             if len(read) > 1:  # which one was it? The others take no time
                 return [self._encode_pairs([row], path=path)[0] for row in read]
             raise UserError(f"{path}:{read[0][0]}: {overrun}. Repair the template, or leave the row out.") from None
+
+
+def _unread_parts(tokenizer: Any, options: DataOptions) -> list[str]:
+    """The parts that every row's reader takes and then nothing reads."""
+    read = {
+        "tools": options.chat_template and reads_tools(tokenizer, options.template_kwargs),
+        "chat_template_kwargs": options.chat_template and has_chat_template(tokenizer, options.template_kwargs),
+        "margin": options.whole_render,
+    }
+    return [part for part, is_read in read.items() if not is_read]
 
 
 def _read_ids(chunk: Chunk, rejections: list[Rejection]) -> Iterator[_ReadRow]:

@@ -481,7 +481,7 @@ def test_sides_longer_than_seq_length_are_dropped_and_counted(tmp_path: Path, to
         ({"handler_name": "AlpacaStyleInstructionHandler"}, r"a.jsonl: no column for response \(map_keys\). The file has: "),
         ({"handler_name": "SharegptStylePairwiseHandler"}, r"no column for conversations \(map_keys\). The file has: "),
         ({"handler_name": "PreferencePairHandler"}, "its rows are alpaca, and this handler_name reads implicit_prompt, "),
-        ({"prompt_type": "qwen4"}, "prompt_type 'qwen4' is not in .*; there are: auto, default"),
+        ({"prompt_type": "qwen4"}, "prompt_type 'qwen4' is not in .*; there are: auto, none, default"),
         ({"prompt_type": "llama3"}, "prompt_type llama3 writes <|start_header_id|>"),
     ],
 )  # fmt: skip

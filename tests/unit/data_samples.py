@@ -4,11 +4,14 @@ The tokenizers are byte-level BPE, trained here on a few lines, so that no test 
 the ones that cause trouble at a prompt's end: a doubled newline, and a bracket or a dollar sign with what follows it.
 """
 
+import csv
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -96,6 +99,37 @@ def build_tokenizer(
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+
+
+def write_kind(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """The rows as a file of the path's kind, as usual writers make one."""
+    if path.suffix == ".jsonl":
+        return write_jsonl(path, rows)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+        return path
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(dict.fromkeys(name for row in rows for name in row)))
+            writer.writeheader()
+            writer.writerows({k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()} for row in rows)
+        return path
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    # NaN stays NaN in a column of numbers, and is null in one of text.
+    arrays = {
+        name: pa.array(cells, from_pandas=any(isinstance(cell, str) for cell in cells)) for name, cells in columns.items()
+    }
+    table = pa.table(arrays)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
     return path
 
 

@@ -33,6 +33,13 @@ def test_a_users_error_is_one_line_on_rank_0_and_exit_code_2(monkeypatch, capsys
         assert capsys.readouterr().err == told
 
 
+def test_a_name_that_no_file_can_have_is_the_users_error(capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_command(lambda: Path("x" * 5000).stat())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"relax: error: {'x' * 200}: no file has a name this long; check the paths given\n"
+
+
 def test_an_interrupt_before_training_exits_quietly_with_130(capsys):
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -426,7 +426,7 @@ def test_refused_rows_take_no_memory(tmp_path: Path):
         rejections = Rejections()
         for number in range(1, 50_001):
             rejections.add((0, number), "no answer")
-        nothing = {"marks": {}, "unused_columns": {}, "tokens": {}}
+        nothing = {"marks": {}, "unused_columns": {}, "dropped_fields": {}, "tokens": {}}
         files = (FileSummary("a.jsonl", "implicit_prompt", 50_000),)
         report = DataReport(title="train", files=files, rows_kept=0, rejected={"schema": rejections}, **nothing)
         meta = json.loads(json.dumps(report.to_meta(tmp_path)))

@@ -147,7 +147,7 @@ def test_plain_text_without_a_prompt_is_refused(tokenizers: dict[str, Any]):
 
 
 def test_messages_need_a_chat_template(tokenizers: dict[str, Any]):
-    with pytest.raises(UserError, match="The tokenizer has no chat template, which rows with messages"):
+    with pytest.raises(UserError, match="The tokenizer has no chat template, so that it takes"):
         encode(tokenizers["bare"], pair("Yes", "No"))
 
 

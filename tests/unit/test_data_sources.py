@@ -54,7 +54,10 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, monkeypatch: pyt
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     names = ["a.jsonl", "lines.json", "array.json", "a.csv", "a.parquet", "file.arrow", "stream.arrow", "saved"]
     for name in names:
-        assert rows_of(tmp_path / name) == ROWS, name
+        rows = rows_of(tmp_path / name)
+        if name == "a.csv":  # its cells are text, which whoever reads the row takes for what it is
+            rows = [{column: json.loads(cell) for column, cell in row.items()} for row in rows]
+        assert rows == ROWS, name
         assert max(len(chunk.numbers) for chunk in read_chunks(tmp_path / name, file=0)) == 3, name
     for name in ("a.jsonl", "a.parquet", "saved"):
         assert numbers_of(tmp_path / name) == [1, 2, 3, 4, 5, 6, 7]
@@ -75,13 +78,7 @@ def test_blank_lines_are_skipped_and_still_counted(tmp_path: Path):
     assert numbers_of(path) == [1, 3]
 
 
-def test_nulls_that_a_table_fills_in_are_dropped(tmp_path: Path):
-    rows = [{"chosen": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "name": "x"}]}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert rows_of(tmp_path / "a.parquet") == rows
-
-
-def test_csv_cells_stay_text_unless_they_hold_messages(tmp_path: Path):
+def test_csv_cells_are_text_or_nothing(tmp_path: Path):
     write_csv(tmp_path / "a.csv", [{"prompt": "46", "chosen": '["a"]', "rejected": "{x", "margin": ""}])
     assert rows_of(tmp_path / "a.csv") == [{"prompt": "46", "chosen": '["a"]', "rejected": "{x", "margin": None}]
 
@@ -93,7 +90,16 @@ LINE = json.dumps(ROWS[0]).encode()
     ("name", "content", "message"),
     [
         ("bad.jsonl", LINE + b"\n\n{broken\n", r"bad\.jsonl:3: not valid JSON: Expecting property name .* at character 2"),
-        ("deep.jsonl", b"[" * 100_000 + b"\n", r"deep\.jsonl:1: not usable JSON: nested too deeply"),
+        ("deep.jsonl", b"[" * 100_000 + b"\n", r"deep\.jsonl:1: not usable JSON: nested more than 100 levels deep"),
+        ("just.jsonl", b"[" * 101 + b"]" * 101 + b"\n", r"just\.jsonl:1: not usable JSON: nested more than 100 levels deep"),
+        ("digits.jsonl", LINE + b'\n{"a": ' + b"9" * 5000 + b"}", r"digits\.jsonl:2: not usable JSON: .* \(4300 digits\)"),
+        (
+            "deep.json",
+            b"[" + LINE + b",\n" + b"[" * 100_000,
+            r"deep\.json:2: not usable JSON: nested more than 100 levels deep",
+        ),
+        ("just.json", b"[" * 102 + b"]" * 102, r"just\.json:1: not usable JSON: nested more than 100 levels deep"),
+        ("digits.json", b"[" + LINE + b",\n" + b"9" * 5000 + b"]", r"digits\.json:2: not usable JSON: .* \(4300 digits\)"),
         ("latin.jsonl", LINE + b'\n{"chosen": "\xe9"}\n', r"latin\.jsonl:2: not UTF-8 text"),
         ("empty.jsonl", b"\n", r"empty\.jsonl: the file holds no rows"),
         ("bad.json", b"[" + LINE + b",\n\n{broken}]", r"bad\.json:3: not valid JSON: .* in the element that begins here"),

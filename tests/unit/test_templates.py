@@ -199,7 +199,9 @@ def test_a_template_of_another_family_is_an_error(tmp_path: Path):
 
 
 def test_template_files(tmp_path: Path, tokenizer: Any):
-    with pytest.raises(UserError, match=r"prompt_type 'qwen4' is not in .*templates.json; there are: auto, default, empty, "):
+    with pytest.raises(
+        UserError, match=r"prompt_type 'qwen4' is not in .*templates.json; there are: auto, none, default, empty, "
+    ):
         named("qwen4", tokenizer)
     path = tmp_path / "templates.json"
     path.write_text('{"mine": {"about": "x", "tokens": ["</s>"], "template": ["{{ messages[0]", ".content }}"]}}')
