@@ -16,6 +16,12 @@ from relax.errors import UserError
 PAIR_FIELDS = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
 INSTRUCTION_FIELDS = ("input_ids", "labels", "attention_mask")
 SIDECAR_SUFFIX = "_packed.json"
+SIDECAR = {  # what is read of one
+    "files": dict,
+    "num_pairs": int,
+    "template": {"prompt_type": str, "sha256": str | None, "kwargs": dict},
+    "tokenizer": {"path": str, "size": int, "sha256": str},
+}
 IGNORED = -100  # the label of a token that is not trained on
 
 
@@ -57,11 +63,19 @@ def read_sidecar(prefix: Path) -> dict[str, Any] | None:
         return None
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("files", "num_pairs", "template", "tokenizer"):
-            sidecar[name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _check_shape(sidecar, SIDECAR)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a sidecar of relax.preprocess: {error!r}. Preprocess the data again.") from None
     return dict(sidecar)
+
+
+def _check_shape(value: Any, shape: Any) -> None:
+    """Raise KeyError or TypeError where a value is not what the shape, a type or a dictionary of shapes, asks for."""
+    if not isinstance(value, dict if isinstance(shape, dict) else shape):
+        raise TypeError(f"{str(value)[:40]!r} in the place of {'an object' if isinstance(shape, dict) else shape}")
+    if isinstance(shape, dict):
+        for name, part in shape.items():
+            _check_shape(value[name], part)
 
 
 def check_digest(file: Path, *, prefix: Path, sidecar: dict[str, Any], sha256: str) -> None:

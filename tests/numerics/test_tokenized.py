@@ -379,7 +379,9 @@ def test_negative_token_ids_and_sidecars_that_are_none(tmp_path: Path, made: Pat
     sidecar_path(made).write_text(json.dumps({**sidecar, "num_pairs": 3}))
     with pytest.raises(UserError, match="t: holds 14 pairs, but t_packed.json says 3"):
         load(made, tokenizers / "chatml")
-    for text in ("{", "[]", "{}"):
+    broken = [{**sidecar, name: value} for name in ("files", "num_pairs", "template", "tokenizer") for value in (None, [], "x")]
+    broken += [{**sidecar, part: {**sidecar[part], name: []}} for part in ("template", "tokenizer") for name in sidecar[part]]
+    for text in ("{", "[]", "{}", "[" * 100_000, *map(json.dumps, broken)):
         sidecar_path(made).write_text(text)
         with pytest.raises(UserError, match="t_packed.json: not a sidecar of relax.preprocess"):
             load(made, tokenizers / "chatml")
