@@ -1,10 +1,11 @@
-"""How a step's cost grows with tokens, vocabulary and pairs, and planning with ranks: one command, two tables, and JSON.
+"""How a step's cost grows with tokens, vocabulary and pairs, and planning with ranks: one command, three tables, and JSON.
 
     python benchmarks/scaling.py [--output results.json]
 
 Strategy: a small Llama with random weights takes DPO steps, each size in a process of its own, so that its peak memory is its
 own; what one short pair needs is told apart from what the step adds. Planning is simulated for an epoch of a million pairs,
-whose lengths are drawn from real ones.
+whose lengths are drawn from real ones. What a run does with its data but compute (open the cache, look its reference numbers
+up, find the pairs of a step) is timed over sets of up to ten million short pairs, each once the table is full.
 """
 
 import json
@@ -32,6 +33,7 @@ SIZES = (
     *(("vocabulary", 5, 100, 150, size) for size in (16_384, 65_536, 151_936)),
     *(("vocabulary, 4x the tokens", 20, 100, 150, size) for size in (16_384, 65_536, 151_936)),
 )
+SETS, STEP = (61_000, 1_000_000, 10_000_000), 32  # pairs of a data set, of a step
 PLANS = ((1, 32, 8192), (64, 512, 2048), (64, 512, 8192), (1024, 8192, 8192), (1024, 1_000_000, 8192))  # ranks, pairs, budget
 
 
@@ -52,33 +54,119 @@ def main() -> None:
         "versions": versions(),
         "threads": args.threads,
         "steps": [],
+        "data": [],
         "plans": [],
     }
+    with tempfile.TemporaryDirectory(prefix="scaling-") as scratch:
+        show_steps(args.steps, report["steps"], scratch=Path(scratch))
+        show_data(report["data"], scratch=Path(scratch))
+    show_plans(args.pairs, report["plans"])
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+def show_steps(steps: int, report: list[dict[str, Any]], *, scratch: Path) -> None:
+    """The cost of a step over SIZES."""
     print("| what grows | pairs | of tokens | vocabulary | tokens a step | CPU s | CPU ms a token | peak GiB | of it added |")
     print("| --- |" + " ---: |" * 8)
-    with tempfile.TemporaryDirectory(prefix="scaling-") as scratch:
-        for name, pairs, prompt, answer, vocabulary in SIZES:
-            sizes = (pairs, prompt, answer, vocabulary)
-            with Worker(name, measure_step, *sizes, args.steps, log=Path(scratch) / "worker.log") as worker:
-                step = worker.answer(timeout=600)
-            report["steps"].append({"grows": name, "pairs": pairs, "vocabulary": vocabulary, **step})
-            print(
-                f"| {name} | {pairs} | {prompt + 2 * answer} | {vocabulary:,} | {step['tokens']:,} | {step['cpu_s']:.2f} "
-                f"| {1000 * step['cpu_s'] / step['tokens']:.3f} | {step['peak_gib']:.2f} | {step['added_gib']:.2f} |",
-                flush=True,
-            )
+    for name, pairs, prompt, answer, vocabulary in SIZES:
+        sizes = (pairs, prompt, answer, vocabulary)
+        with Worker(name, measure_step, *sizes, steps, log=scratch / "worker.log") as worker:
+            step = worker.answer(timeout=600)
+        report.append({"grows": name, "pairs": pairs, "vocabulary": vocabulary, **step})
+        print(
+            f"| {name} | {pairs} | {prompt + 2 * answer} | {vocabulary:,} | {step['tokens']:,} | {step['cpu_s']:.2f} "
+            f"| {1000 * step['cpu_s'] / step['tokens']:.3f} | {step['peak_gib']:.2f} | {step['added_gib']:.2f} |",
+            flush=True,
+        )
+
+
+def show_data(report: list[dict[str, Any]], *, scratch: Path) -> None:
+    """What the data cost beside computing, over SETS."""
+    print(
+        "\n| pairs | check and open the cache, s | read a full table, s | find that nothing lacks, s | order an epoch, s",
+        end="",
+    )
+    print(" | ms a step (worst) | peak GiB |\n|" + " ---: |" * 7)
+    for pairs in SETS:
+        with Worker(f"{pairs} pairs", measure_data, pairs, scratch / str(pairs), log=scratch / "worker.log") as worker:
+            found = worker.answer(timeout=3600)
+        report.append({"pairs": pairs, **found})
+        print(
+            f"| {pairs:,} | {found['open_s']:.2f} | {found['table_s']:.2f} | {found['pass_s']:.2f} | {found['order_s']:.2f} "
+            f"| {found['step_ms']:.2f} ({found['worst_step_ms']:.2f}) | {found['peak_gib']:.2f} |",
+            flush=True,
+        )
+
+
+def show_plans(pairs: int, report: list[dict[str, Any]]) -> None:
+    """Planning, over PLANS."""
     print("\n| ranks | pairs a step | budget | steps | slowest rank over the mean (worst) | rows that are tokens", end="")
     print(" | micro-batches over the least | CPU ms a step | CPU s an epoch |\n|" + " ---: |" * 9)
     for ranks, batch, budget in PLANS:
-        plan = simulate(ranks, min(batch, args.pairs), budget, pairs=args.pairs)
-        report["plans"].append({"ranks": ranks, "pairs": batch, "budget": budget, **plan})
+        plan = simulate(ranks, min(batch, pairs), budget, pairs=pairs)
+        report.append({"ranks": ranks, "pairs": batch, "budget": budget, **plan})
         print(
             f"| {ranks:,} | {batch:,} | {budget:,} | {plan['steps']:,} | {plan['balance']:.3f} ({plan['worst_balance']:.3f}) "
             f"| {plan['real']:.1%} | {plan['microbatches']:.2f} | {plan['ms']:.2f} | {plan['epoch_s']:.1f} |",
             flush=True,
         )
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+def measure_data(turns: Turns, pairs: int, directory: Path) -> None:
+    """A worker's function: replies with the seconds of everything that a run does with a data set before and in its steps."""
+    from relax.batches import Batches, Packing
+    from relax.data.dataset import EntryWriter, PairBlock, PairDataset, entry_problem
+    from relax.data.report import DataReport
+    from relax.reference import ReferenceTable
+    from relax.reference_pass import fill_table
+
+    draw = np.random.default_rng(0)
+    nothing: dict[str, Any] = {"rejected": {}, "marks": {}, "unused_columns": {}, "tokens": {}}
+    with EntryWriter(directory / "entry") as writer:
+        for first in range(0, pairs, 1_000_000):
+            count = min(1_000_000, pairs - first)
+            lengths = draw.integers(1, 7, (count, 3), dtype=np.int32)
+            tokens = draw.integers(0, 50_000, lengths.sum(), dtype=np.int32)
+            hashes, margins = draw.integers(0, 256, (count, 16), dtype=np.uint8), np.full(count, np.nan, np.float32)
+            writer.add(PairBlock(tokens=tokens, lengths=lengths, trained=lengths[:, 1:], hashes=hashes, margins=margins))
+        writer.publish(DataReport(title="train", files=(), rows_kept=pairs, **nothing))
+    table = ReferenceTable(np.load(directory / "entry" / "hashes.npy"), path=directory / "table")
+    table.put(np.arange(pairs), np.zeros((pairs, 2)))
+    table.seal()
+    del table
+
+    start = time.perf_counter()
+    assert entry_problem(directory / "entry") is None
+    dataset = PairDataset.open(directory / "entry", paths=[], title="train")
+    opened = time.perf_counter()
+    packs = Packing(
+        dp_size=1, max_tokens=BUDGET, share_prompt=True, microbatch_multiple=1, area_cost=AREA_COST, row_multiple=ROW_MULTIPLE
+    )
+    batches = Batches(dataset=dataset, packing=packs, batch_size=STEP, seed=0, shuffle=True)
+    batches.table = ReferenceTable(dataset.hashes, path=directory / "table")
+    looked_up = time.perf_counter()
+    engine: Any = None  # nothing is left to score
+    assert fill_table(engine, batches, steps=range(1, 3 * batches.steps_per_epoch), after_each=lambda: None) == 0
+    passed = time.perf_counter()
+    batches.indices(1)
+    times = [time.perf_counter()]
+    for step in range(1, 1001):
+        batch = batches.batch(batches.indices(step)[1])
+        assert all(len(batch.pairs[i].prompt) for i in range(len(batch.pairs)))
+        times.append(time.perf_counter())
+    step_ms = 1000 * np.diff(times)
+    turns.reply(
+        {
+            "open_s": opened - start,
+            "table_s": looked_up - opened,
+            "pass_s": passed - looked_up,
+            "order_s": times[0] - passed,
+            "step_ms": float(np.median(step_ms)),
+            "worst_step_ms": float(step_ms.max()),
+            "peak_gib": peak_rss_gib(),
+        }
+    )
 
 
 def measure_step(turns: Turns, pairs: int, prompt: int, answer: int, vocabulary: int, steps: int) -> None:
