@@ -23,7 +23,7 @@ from share_prompt import HH, OPTIMIZER, Pair
 from worker import Seconds, Turns, Worker, peak_rss_gib
 
 from relax.command import Group, Parser, run_command
-from relax.packing import laid_out_tokens, pair_costs, plan_step, shares_prompt
+from relax.packing import group_costs, laid_out_tokens, plan_step, shares_prompt
 
 BUDGET, AREA_COST, ROW_MULTIPLE = 8192, 1 / 6144, 16  # tokens of a micro-batch; hidden size 1024; tensor 4 with context 2
 # (what grows, pairs, tokens of the prompt, of each answer, vocabulary)
@@ -153,7 +153,7 @@ def measure_data(turns: Turns, pairs: int, directory: Path) -> None:
     times = [time.perf_counter()]
     for step in range(1, 1001):
         batch = batches.batch(batches.indices(step)[1])
-        assert all(len(batch.pairs[i].prompt) for i in range(len(batch.pairs)))
+        assert all(len(batch.groups[i].prompt) for i in range(len(batch.groups)))
         times.append(time.perf_counter())
     step_ms = 1000 * np.diff(times)
     turns.reply(
@@ -218,7 +218,7 @@ def simulate(ranks: int, batch: int, budget: int, *, pairs: int) -> dict[str, fl
         plan = plan_step(lengths, dp_size=ranks, max_tokens=budget, area_cost=AREA_COST)
         seconds.append(time.process_time() - start)
         shared = shares_prompt(lengths)
-        each, tokens = pair_costs(lengths, shared, area_cost=AREA_COST), laid_out_tokens(lengths, shared)
+        each, tokens = group_costs(lengths, shared, area_cost=AREA_COST), laid_out_tokens(lengths, shared)
         costs = np.array([sum(each[list(micro.groups)].sum() for micro in rank) for rank in plan.ranks])
         packs = np.array([[tokens[list(micro.groups)].sum() for micro in rank] for rank in plan.ranks])
         balance.append(costs.max() / costs.mean())

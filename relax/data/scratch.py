@@ -55,7 +55,7 @@ def whole_file(target: Path) -> Iterator[IO[str]]:
 def _make(target: Path) -> tuple[Path, int]:
     """A directory, and the descriptor that holds its lock."""
     while True:
-        directory = target.with_name(f".{target.name}.{_HOST}.{uuid.uuid4().hex}.partial")
+        directory = target.with_name(f".{target.name[:100]}.{_HOST}.{uuid.uuid4().hex}.partial")
         directory.mkdir()
         try:
             descriptor = os.open(directory, os.O_RDONLY)

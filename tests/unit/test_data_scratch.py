@@ -99,6 +99,12 @@ def test_two_processes_with_one_pid_write_one_file(tmp_path: Path):
     assert (tmp_path / "a").read_text() == "first" and names(tmp_path) == ["a"]
 
 
+def test_the_longest_name_that_a_file_system_takes_is_written(tmp_path: Path):
+    with whole_file(tmp_path / ("a" * 255)) as stream:
+        stream.write("x")
+    assert names(tmp_path) == ["a" * 255]
+
+
 def test_a_whole_file_does_not_follow_a_link(tmp_path: Path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "a").symlink_to(tmp_path / "precious")
