@@ -193,12 +193,12 @@ class EntryWriter:
             os.rename(self._directory, self._target)
         except OSError:
             problem = entry_problem(self._target)
-            if problem is None:
-                return
-            with scratch_directory(self._target) as aside:
-                if problem:
+            if problem == "":
+                raise
+            if problem:
+                with scratch_directory(self._target) as aside:
                     os.rename(self._target, aside / "damaged")
-                os.rename(self._directory, self._target)
+                self._take_name()
 
 
 def entry_problem(directory: Path) -> str | None:
