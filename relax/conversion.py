@@ -47,6 +47,7 @@ def _to_hugging_face(args: argparse.Namespace) -> None:
         model.hf_config,
         source=args.hf_checkpoint,
         output=args.save,
+        chat_template=info.run.get("chat_template"),
         loss_type=info.run.get("loss_type"),
         step=info.step or None,
     )

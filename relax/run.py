@@ -105,6 +105,7 @@ class Run(RunSetup):
                 "num_pairs": len(self.train_set.dataset),
                 "data_fingerprint": self.train_set.dataset.fingerprint,
                 "template_date": self.date.isoformat(),
+                "chat_template": self.chat_template,
                 "arguments": self.flags(),
                 "versions": versions(),
             }
@@ -124,6 +125,7 @@ class Run(RunSetup):
                 self.hf_config,
                 source=args.hf_checkpoint,
                 output=output,
+                chat_template=self.chat_template,
                 loss_type=args.loss_type,
                 step=step,
             )

@@ -27,6 +27,7 @@ from relax.backend.parallel import agree, from_main_rank, initialize, main_rank_
 from relax.batches import Batches, ReadAhead
 from relax.data import load_pairs
 from relax.data.held_out import check_held_out
+from relax.data.provenance import trained_template
 from relax.data.report import OneByOne, counted
 from relax.data.scratch import whole_file
 from relax.errors import UserError
@@ -109,6 +110,10 @@ class RunSetup:
         self.date = from_main_rank(self._template_date)
         self.packing = packing(args, dp_size=self.engine.dp_size, hidden_size=self.hf_config.hidden_size)
         self.train_set = self._read(args.prompt_data, title="train") if args.prompt_data else None
+        self.chat_template = None
+        if args.prompt_data:
+            options = data_options(args, whole_render=self.objective.head == "scalar")
+            self.chat_template = trained_template(args.prompt_data, tokenizer_dir=args.hf_checkpoint, options=options)
         self.eval_sets = {
             name: self._read([path], title=f"eval {name}".rstrip()) for name, path in args.eval_prompt_data.items()
         }

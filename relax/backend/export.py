@@ -2,8 +2,8 @@
 AutoModelForSequenceClassification, with equal logits and scores.
 
 Strategy: rank 0 writes beside the output and renames at the end, so the output is whole or as it was. An export lists its
-files, and replaces nothing but a directory of such files. Tokenizer files
-are byte copies of the source's, but for a reward model's padding token. Stock pooling takes the last token that is not
+files, and replaces nothing but a directory of such files. Tokenizer files are byte copies of the source's, but for what
+`tokenizer_export` tells, and a reward model's padding token. Stock pooling takes the last token that is not
 `pad_token_id`; where that id ends sequences (SmolLM2 pads with its end token) it would score the token before. There
 another token pads, in config.json and in the tokenizer's files alike, and a padded batch scores as its rows do.
 """
@@ -29,14 +29,11 @@ from relax.backend.parallel import agree
 from relax.backend.tensor_files import write_tensors
 from relax.backend.weights import hf_shapes, hf_tensors
 from relax.data.tokenizer import has_chat_template, load_tokenizer, probe_template, special_ids
+from relax.data.tokenizer_export import copy_tokenizer, settle_class, write_settings
+from relax.data.tokenizer_file import read_json
 from relax.errors import UserError
 from relax.places import real
 
-# By name, never by exclusion: a model directory may also hold code, other formats of the weights, or anything at all.
-_COPIED = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "tekken.json",
-    "spiece.model", "chat_template*", "additional_chat_templates/*", "LICENSE*", "NOTICE*",
-)  # fmt: skip
 LIST = "relax_export.json"
 
 
@@ -46,12 +43,14 @@ def export_hf(
     *,
     source: Path,
     output: Path,
+    chat_template: str | None = None,
     loss_type: str | None = None,
     step: int | None = None,
 ) -> None:
     """Write the model to `output`, replacing an earlier export there. Collective over all ranks.
 
-    source: the Hugging Face directory whose tokenizer the model was trained with. UserError, on every rank: see
+    source: the Hugging Face directory whose tokenizer the model was trained with; chat_template: the one that rendered the
+    pairs, None for that tokenizer's own. UserError, on every rank: see
     `check_output`; the disk refuses.
     """
     shapes, tensors = hf_shapes(chunks, config), hf_tensors(chunks, config)
@@ -65,6 +64,7 @@ def export_hf(
             if is_main_rank():
                 with _replacing(output, source=source) as directory:
                     write_tensors(directory, tensors, shapes=shapes, dtype=chunks[0].config.params_dtype)
+                    copy_tokenizer(source, directory, chat_template=chat_template)
                     _write_rest(directory, chunks[0], config, source=source, made=made, details=details)
         finally:
             for _ in tensors if dist.get_world_size() > 1 else ():  # every rank gathers to the end, also behind an error
@@ -147,12 +147,8 @@ def _replacing(output: Path, *, source: Path) -> Iterator[Path]:
 def _write_rest(
     directory: Path, model: PreferenceModel, config: HFConfig, *, source: Path, made: str, details: list[str]
 ) -> None:
-    """Everything but the weights."""
+    """Everything but the weights and the tokenizer, which is there already."""
     scalar = model.head == "scalar"
-    for file in sorted({file for pattern in _COPIED for file in source.glob(pattern) if file.is_file()}):
-        target = directory / file.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, target)
     exported = copy.deepcopy(config)
     names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if scalar else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     exported.architectures = [names[config.model_type]]
@@ -168,6 +164,8 @@ def _write_rest(
     elif (source / "generation_config.json").is_file():
         shutil.copyfile(source / "generation_config.json", directory / "generation_config.json")
     exported.save_pretrained(directory)
+    if told := settle_class(directory):
+        details = [*details, told]
     kind, auto = ("Reward model", "SequenceClassification") if scalar else ("Policy", "CausalLM")
     text = f"# {kind}\n\n{made} relax. Load it with `AutoModelFor{auto}.from_pretrained`.\n\n"
     head = "---\nlibrary_name: transformers\ntags:\n- relax\n---\n\n"
@@ -184,11 +182,7 @@ def _set_padding(directory: Path, config: HFConfig) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             file = directory / name
             if file.is_file():
-                values = {
-                    **json.loads(file.read_text(encoding="utf-8")),
-                    "pad_token": tokenizer.convert_ids_to_tokens(token_id),
-                }
-                file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+                write_settings(file, {**read_json(file), "pad_token": tokenizer.convert_ids_to_tokens(token_id)})
     return token_id
 
 

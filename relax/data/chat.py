@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from relax.data.encoding import Renders, encode_texts
-from relax.data.options import RESERVED_TEMPLATE_KWARGS
+from relax.data.options import ROW_RESERVED_TEMPLATE_KWARGS
 from relax.data.rows import Message, PreferencePair, RowRejected, printable, shown
 from relax.data.tokenizer import TemplateFacts, special_ids
 
@@ -46,7 +46,7 @@ class Chat:
     def render_pair(self, pair: PreferencePair) -> Rendered:
         """Raises `RowRejected`."""
         self._refuse_templated(pair)
-        if reserved := RESERVED_TEMPLATE_KWARGS & pair.template_kwargs.keys():
+        if reserved := ROW_RESERVED_TEMPLATE_KWARGS & pair.template_kwargs.keys():
             raise RowRejected("schema", f"chat_template_kwargs sets {', '.join(sorted(reserved))}")
         history, other = pair.history, pair.rejected_history or pair.history
         renders = Renders(

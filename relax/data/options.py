@@ -21,6 +21,8 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
         "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
     }
 )  # fmt: skip
+# One template, which an export holds, and one day for all rows: a row of a data file chooses neither.
+ROW_RESERVED_TEMPLATE_KWARGS = RESERVED_TEMPLATE_KWARGS | {"chat_template", "strftime_now"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class DataOptions:
             )
         if reserved := RESERVED_TEMPLATE_KWARGS & set(self.template_kwargs):
             raise UserError(f"--apply-chat-template-kwargs cannot set {', '.join(sorted(reserved))}: relax sets it itself.")
+        if not isinstance(self.template_kwargs.get("chat_template") or "", str):
+            raise UserError("--apply-chat-template-kwargs: chat_template must be text, a Jinja template or the name of one.")
         if not self.chat_template:
             flags = {"--apply-chat-template-kwargs": self.template_kwargs, "--system-prompt": self.system_prompt}
             for flag, given in flags.items():

@@ -7,11 +7,14 @@ and says otherwise: rendering is done, and no flag is ignored.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from relax.data.directories import expand_paths
 from relax.data.options import DataOptions
-from relax.data.prefix import read_sidecar, sidecar_path
+from relax.data.prefix import is_prefix, read_sidecar, sidecar_path
+from relax.data.tokenizer import load_tokenizer
 from relax.errors import UserError
 
 AUTO = "auto"  # the prompt_type of the tokenizer's own template
@@ -25,11 +28,45 @@ def describe_tokenizer(tokenizer: Any, directory: Path) -> dict[str, Any]:
 
 
 def describe_template(tokenizer: Any, options: DataOptions, *, prompt_type: str) -> dict[str, Any]:
-    """The sidecar's entry: what rendered the rows."""
+    """The sidecar's entry: what rendered the rows. `text` is None where that is the tokenizer's own template."""
     kwargs = dict(options.template_kwargs)
-    text = kwargs.pop("chat_template", None) or tokenizer.chat_template
+    given = kwargs.pop("chat_template", None)
+    text = given or tokenizer.chat_template
     digest = None if text is None or not options.chat_template else hashlib.sha256(str(text).encode()).hexdigest()
-    return {"prompt_type": prompt_type, "sha256": digest, "kwargs": kwargs}
+    return {"prompt_type": prompt_type, "sha256": digest, "kwargs": kwargs, "text": given}
+
+
+def trained_template(paths: Sequence[str], *, tokenizer_dir: Path, options: DataOptions) -> str | None:
+    """The chat template that renders, or rendered, the rows of `paths`, for an export; None for the tokenizer's own.
+
+    Raises `UserError` where that is not one template, or a prefix does not say which.
+    """
+    given = options.template_kwargs.get("chat_template")
+    if given and "{" not in given:  # the name of one of the tokenizer's templates
+        given = load_tokenizer(tokenizer_dir).get_chat_template(given)
+    files = expand_paths(paths)
+    found = {path: given or (_prefix_template(path) if is_prefix(path) else None) for path in files}
+    first = found[files[0]]
+    for path, text in found.items():
+        if text != first:
+            raise UserError(
+                f"{files[0]} and {path} are rendered by different chat templates: the model could not be exported with the one "
+                "that it was trained with. Preprocess the data with one prompt_type."
+            )
+    return first
+
+
+def _prefix_template(prefix: Path) -> str | None:
+    template = (read_sidecar(prefix) or {}).get("template", {"prompt_type": AUTO})
+    if template["prompt_type"] in (AUTO, PLAIN):
+        return None
+    text = template.get("text")
+    if not isinstance(text, str):
+        raise UserError(
+            f"{sidecar_path(prefix)} does not hold the chat template (prompt_type {template['prompt_type']}), which an export "
+            "of the model needs. Preprocess the data again."
+        )
+    return text
 
 
 def check_provenance(prefix: Path, *, num_pairs: int, tokenizer: Any, tokenizer_dir: Path, options: DataOptions) -> None:

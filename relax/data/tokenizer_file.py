@@ -102,7 +102,7 @@ def tokenizer_notes(tokenizer: Any, directory: Path, *, end_id: int | None) -> t
                 f"{directory / FILE} is read as it is written; transformers' {type(stock).__name__} reads some texts "
                 "otherwise (tokenizer_class in tokenizer_config.json)"
             )
-    config, generation = (_read_json(directory / name) for name in ("config.json", "generation_config.json"))
+    config, generation = (read_json(directory / name) for name in ("config.json", "generation_config.json"))
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
     if (rows := config.get("vocab_size")) is not None and size > rows:
         notes.append(f"the tokenizer knows ids up to {size - 1:,}, the model a vocabulary of {rows:,}")
@@ -128,7 +128,7 @@ def _as_list(value: int | list[int] | None) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object beside the tokenizer; empty where there is no such file. Raises `UserError` for anything else."""
     if not path.is_file():
         return {}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.integration.command import ENVIRONMENT, Ended, Flags, Workplace, command_line, contents, timeless
 from tests.integration.conversion_memory import make
 from tests.integration.test_torchrun import start_ranks
-from tests.models import FAMILIES, save_tiny
+from tests.models import CHATML, FAMILIES, save_tiny
 
 pytestmark = pytest.mark.integration
 
@@ -123,10 +123,13 @@ def test_mixed_dtypes_are_kept_in_the_widest(odd: Workplace) -> None:
 
 
 def test_a_step_of_a_run_is_exported(odd: Workplace, assets: Path) -> None:
-    odd.succeed(exp_name="run", hf_checkpoint="model", num_rollout=2, save="run", save_interval=1, save_hf="run-hf-{iteration}")
+    template = {"chat_template": CHATML.replace("<|im_end|>", "<|im_end|> ")}
+    flags = {"apply_chat_template_kwargs": json.dumps(template), "save_hf": "run-hf-{iteration}"}
+    odd.succeed(exp_name="run", hf_checkpoint="model", num_rollout=2, save="run", save_interval=1, **flags)
     for step in (1, 2):
         converted(odd, "mcore-to-hf", load="run", ckpt_step=step, hf_checkpoint="model", save=f"step-{step}")
         assert contents(odd.path(f"step-{step}")) == contents(odd.path(f"run-hf-{step}"))
+        assert odd.path(f"step-{step}/chat_template.jinja").read_text() == template["chat_template"]
 
 
 def test_a_conversion_cut_short_leaves_nothing_under_the_final_name(odd: Workplace) -> None:

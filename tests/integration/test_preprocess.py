@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from relax.data.prefix import PAIR_FIELDS, field_files, field_path, sidecar_path
+from relax.preprocess import TEMPLATES
 from tests.integration.command import ENVIRONMENT, Ended, Workplace, timeless, write_pairs
 from tests.models import VOCABULARY
 
@@ -68,6 +69,14 @@ def test_training_from_tokenized_pairs_is_training_from_their_rows(tokenized: Wo
     assert timeless(place.log(f"raw-{loss}")) == timeless(place.log(f"read-{loss}"))
     resumed = {"load": f"out/{loss}", "num_rollout": 7, "exp_name": f"on-{loss}"}
     assert "step 7/7" in place.succeed(**{**raw, **resumed, "prompt_data": "data/train"})  # the same data fingerprint
+
+
+def test_the_template_that_rendered_tokenized_pairs_goes_into_the_export(tokenized: Workplace, assets: Path) -> None:
+    config = configure(tokenized, rows=assets / "train.jsonl", name="alpaca")
+    assert preprocess(tokenized, "--config", str(config), "--prompt-type", "alpaca").code == 0
+    tokenized.succeed(exp_name="alpaca", prompt_data="data/alpaca", num_rollout=1, save_hf="out/alpaca")
+    named = json.loads(TEMPLATES.read_text())["alpaca"]["template"]
+    assert tokenized.path("out/alpaca/chat_template.jinja").read_text() == "".join(named)
 
 
 def test_a_dry_run_plans_over_tokenized_pairs(tokenized: Workplace) -> None:

@@ -149,6 +149,31 @@ def test_the_card_says_what_was_trained_and_names_no_path(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_the_template_that_trained_goes_into_the_export(tmp_path: Path, head: str) -> None:
+    """And decides, with what it ends answers, which token pads a reward model's batches."""
+    save_tiny(tmp_path / "hf", "qwen3", head=head)
+    model = load(tmp_path / "hf", head=head)
+    template = "{% for m in messages %}{{ m['content'] }}" + PAD + "{% endfor %}"
+    config = read_hf_config(tmp_path / "hf")
+    export_hf([model], config, source=tmp_path / "hf", output=tmp_path / "out", chat_template=template)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi" + PAD
+    if head == "scalar":
+        assert tokenizer.pad_token not in (PAD, END)
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_tokenizer_that_transformers_reads_otherwise_is_said_on_the_card(tmp_path: Path) -> None:
+    for family in ("qwen2", "qwen3"):
+        save_tiny(tmp_path / family, family)
+        export(tmp_path / family, tmp_path / f"{family}-out")
+    cards = [(tmp_path / f"{family}-out" / "README.md").read_text() for family in ("qwen2", "qwen3")]
+    assert ["the model was trained with PreTrainedTokenizerFast.from_pretrained" in card for card in cards] == [True, False]
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     source, output = tmp_path / "hf", tmp_path / "out"
     save_tiny(source, "qwen3")

@@ -118,6 +118,19 @@ def test_other_faults_of_a_template_are_still_rows_faults(tmp_path: Path):
     assert len(report.rejected["schema"].rows) == 1 and "Range too big" in report.rejected["schema"].details[0]
 
 
+@pytest.mark.parametrize("kwargs", [{"chat_template": CHATML}, {CLOCK: "2026-01-31"}])
+def test_a_row_chooses_neither_template_nor_day(tmp_path: Path, kwargs: dict[str, str]):
+    directory = build_tokenizer(tmp_path / "tokenizer")
+    rows = [chat_row("Q", "A", "B"), chat_row("Q1", "A", "B"), chat_row("Q2", "A", "B", chat_template_kwargs=kwargs)]
+    report = load(write_jsonl(tmp_path / "a.jsonl", rows), directory).report
+    assert report.rejected["schema"].details == [f"chat_template_kwargs sets {next(iter(kwargs))}"]
+
+
+def test_a_template_by_argument_is_text():
+    with pytest.raises(UserError, match="chat_template must be text"):
+        DataOptions(chat_template_kwargs={"chat_template": 5})
+
+
 def prompt_of(dataset: Any, directory: Path) -> str:
     return str(load_tokenizer(directory).decode(dataset[0].prompt))
 
