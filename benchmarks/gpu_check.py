@@ -129,8 +129,8 @@ def check_attention(check: Check, device: str) -> None:
     import numpy as np
     import torch
 
-    from relax.backend.attention import BACKENDS, choose_backend
     from relax.backend.layout import build_layout
+    from relax.backend.ops import choose_ops
     from relax.errors import UserError
 
     class Pair:
@@ -139,7 +139,7 @@ def check_attention(check: Check, device: str) -> None:
     on = torch.device(device)
     for name in ("varlen", "flash"):
         try:
-            choose_backend(name, device=on, dtype=torch.bfloat16, head_dim=64)
+            own = choose_ops(on, torch.bfloat16, head_dim=64, attention=name)
         except UserError as error:
             check.tell(f"attention: {name}", True, f"not checked: {error}")
             continue
@@ -149,9 +149,9 @@ def check_attention(check: Check, device: str) -> None:
             rows = layout.ids.numel()
             drawn = [torch.randn(rows, heads, 64, device=on, dtype=torch.bfloat16) for heads in (8, 2, 2)]
             found = []
-            for backend, dtype in (("sdpa", torch.float32), (name, torch.bfloat16)):
+            for ops, dtype in ((choose_ops(on, torch.float32, head_dim=64), torch.float32), (own, torch.bfloat16)):
                 inputs = [x.to(dtype).requires_grad_() for x in drawn]
-                out = BACKENDS[backend](*inputs, layout, 0.125)
+                out = ops.attention(*inputs, layout, 0.125)
                 found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)])
             worst = max(float((a - b.float()).norm() / a.norm()) for a, b in zip(*found, strict=True))
             what = "prompts shared" if share else "plain packs"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relax.backend.device import is_main_rank
+from relax.backend.device import describe, is_main_rank
 from relax.backend.engine import Engine
 from relax.backend.parallel import agree
 from relax.batches import Batches
@@ -90,17 +90,16 @@ def _cannot_write(directory: Path, error: OSError) -> UserError:
 
 def _identity(engine: Engine, batches: Batches, *, reference_sha256: str) -> dict[str, object]:
     """Everything that the numbers depend on, to the last bit."""
-    cuda = engine.device.type == "cuda"
     return {
         "reference_sha256": reference_sha256,
         "data_fingerprint": batches.dataset.fingerprint,
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(engine.device) if cuda else f"cpu, {torch.get_num_threads()} threads",
+        "device": describe(engine.device),
         "torch": torch.__version__,
         "numerics": NUMERICS,
         "world_size": dist.get_world_size(),
-        "attention": engine.attention,
-        "kernels": engine.kernels,
+        "attention": engine.ops.choices["attention"].name,
+        "kernels": engine.ops.choices["elementwise work"].name,
         "parallel": str(engine.parallel),
         "packing": str(batches.packing),
         "batch_size": batches.batch_size,

@@ -209,9 +209,8 @@ class RunSetup:
                 self.say(f"not as in the checkpoint: {change}")
             resume(engine, info, optimizer=args.load_optim, rng=args.load_rng, say=self.say)
         self.say(f"{args.loss_type}: {engine.num_parameters / 1e6:.1f} M parameters on {self.device}, step {self.start_step}")
-        self.say(f"attention: {engine.attention} ({engine.attention_reason})")
-        if self.device.type == "cpu":
-            self.say(f"elementwise work: {engine.kernels} ({engine.kernels_reason})")
+        for work, choice in engine.ops.choices.items():
+            self.say(f"{work}: {choice.name} ({choice.why})")
 
     def _fill_tables(self, sha256: str) -> None:
         for title, batches in self.sets.items():

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from relax.backend import kernels, parallel
+from relax.backend import parallel
 from relax.backend.device import on_device
+from relax.backend.ops.cpu import kernels
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def elementwise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """The test with compiled kernels, and with torch's operations as on a machine without a compiler."""
     which: str = request.param
     if which == "torch":
-        monkeypatch.setattr(kernels, "_library", lambda: "there is none in this test")
-    elif isinstance(reason := kernels._library(), str):
+        monkeypatch.setattr(kernels, "library", lambda: "there is none in this test")
+    elif isinstance(reason := kernels.library(), str):
         pytest.skip(reason)
     return which

@@ -17,6 +17,7 @@ from tokenizers.decoders import ByteLevel
 from relax.backend.families import read_hf_config
 from relax.backend.layout import build_layout
 from relax.backend.model import PreferenceModel, transformer_config
+from relax.backend.ops import Ops, choose_ops
 from relax.backend.weights import load_hf_weights
 
 
@@ -137,10 +138,15 @@ def random_pairs(count: int = 3, *, vocab_size: int = VOCABULARY, seed: int = 0)
     return pairs
 
 
+def ops_for(dtype: torch.dtype) -> Ops:
+    """The operators of a run on this CPU."""
+    return choose_ops(torch.device("cpu"), dtype, head_dim=8)
+
+
 def load(directory: Path, *, head: Any = "lm", dtype: torch.dtype = torch.float32, seed: int = 0) -> PreferenceModel:
     """Our model with the directory's weights; needs the `on_cpu` fixture."""
     config = read_hf_config(directory)
-    model = PreferenceModel(transformer_config(config, dtype=dtype), config, head=head).eval()
+    model = PreferenceModel(transformer_config(config, dtype=dtype, ops=ops_for(dtype)), config, head=head).eval()
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)  # what a load leaves out shows
     load_hf_weights([model], directory, config, seed=seed)

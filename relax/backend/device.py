@@ -4,7 +4,7 @@ megatron-core names CUDA inside long constructors (DDP buffers, optimizers, sche
 subclasses reach. On a CPU run `on_device` reads those names as CPU while a backend call runs and puts everything back
 afterwards; on a CUDA run it does nothing. Everything it touches is in this file.
 
-The same seam puts the matrix products of `products.py` in the place of torch's and apex's.
+The same seam puts a CPU's operators in the place of torch's and apex's that megatron-core calls by name.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from relax.backend.products import GradientAccumulation, embed_on_cpu, multiply_on_cpu, widened
+from relax.backend.ops.cpu.products import add_weight_gradient, multiply_on_cpu, widened
+from relax.backend.ops.gradients import into_buffer
 from relax.errors import UserError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -53,7 +54,7 @@ def _repeat_exactly() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc's allocator reuse freed tensors instead of returning them to the kernel: a step frees and takes gigabytes, and
+    """Let glibc's allocator reuse freed tensors instead of returning them to the system: a step frees and takes gigabytes, and
     fresh pages took a tenth of its time. The peak is the same."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc alone
@@ -143,6 +144,14 @@ class _Stream:
         return self
 
 
+class _GradientAccumulation:
+    """What megatron takes from apex: a linear layer's weight gradient, added to its fp32 buffer by the product itself."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        add_weight_gradient(main_grad, grad, x)
+
+
 @functools.cache
 def _cpu_attributes() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, value on a CPU) of every name that megatron-core reads."""
@@ -177,7 +186,7 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
         (mcore_random, "_get_cuda_rng_state", no_state()),
         (mcore_random, "_set_cuda_rng_state", nothing()),
         (layers, "_grad_accum_fusion_available", True),
-        (layers, "fused_weight_gradient_mlp_cuda", GradientAccumulation),
+        (layers, "fused_weight_gradient_mlp_cuda", _GradientAccumulation),
         # gloo takes all-to-all splits as numbers only; megatron turns them into numbers for CUDA tensors alone.
         (
             token_dispatcher,
@@ -190,7 +199,7 @@ def _cpu_attributes() -> list[tuple[Any, str, Any]]:
     # Attributes, not the mode above: no mode reaches into a Python backward.
     for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch, "mm"), (torch.nn.functional, "linear")):
         attributes.append((owner, name, multiply_on_cpu(getattr(owner, name))))
-    attributes.append((torch.nn.functional, "embedding", embed_on_cpu(torch.nn.functional.embedding)))
+    attributes.append((torch.nn.functional, "embedding", into_buffer(torch.nn.functional.embedding)))
     return [(owner, name, value) for owner, name, value in attributes if hasattr(owner, name)]
 
 
@@ -226,6 +235,27 @@ def is_main_rank() -> bool:
     return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0
 
 
+def fuses_weight_gradients(device: torch.device) -> bool:
+    """Whether megatron's linear layers can add a weight's gradient to its buffer: the seam's work; on a GPU it needs apex."""
+    return device.type == "cpu"
+
+
+def collectives_backend(device: torch.device) -> str:
+    """torch.distributed's backend for tensors of the device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def wait_until_sent(device: torch.device) -> None:
+    """Wait for what was sent: NCCL queues sends, and stops a run whose last one takes long."""
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def describe(device: torch.device) -> str:
+    """What of the device a number may depend on."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """The most memory that this process has held: allocated on the GPU, or resident on a CPU; GiB."""
     if device.type == "cuda":
@@ -246,7 +276,8 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
             if name.startswith(start):
                 return peak
     size = 1024 if device.type == "cpu" else 4096
-    a = widened(torch.ones(size, size, dtype=dtype, device=device))
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    a = widened(a) if device.type == "cpu" else a
     best = float("inf")
     for _ in range(3):
         start_time = time.perf_counter()

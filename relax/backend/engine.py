@@ -18,13 +18,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from relax.backend.attention import choose_backend
-from relax.backend.device import runs_on_device
+from relax.backend.device import fuses_weight_gradients, runs_on_device
 from relax.backend.families import HFConfig, head_dim
-from relax.backend.kernels import choose_kernels
 from relax.backend.layout import Group, PackedLayout, build_layout
 from relax.backend.model import PreferenceModel, transformer_config
 from relax.backend.moe import take_balance
+from relax.backend.ops import choose_ops
 from relax.backend.optimizer import OptimizerOptions, build_optimizer, build_scheduler
 from relax.backend.parallel import ParallelConfig
 from relax.objectives import Objective, Scores
@@ -90,10 +89,7 @@ class Engine:
     ) -> None:
         self.hf_config, self.objective = hf_config, objective
         self.device, self.dtype, self.parallel = device, dtype, parallel
-        self.attention, self.attention_reason = choose_backend(
-            attention, device=device, dtype=dtype, head_dim=head_dim(hf_config)
-        )
-        self.kernels, self.kernels_reason = choose_kernels(device, dtype)
+        self.ops = choose_ops(device, dtype, head_dim=head_dim(hf_config), attention=attention)
         self._overrides = config_overrides
         self.chunks: list[PreferenceModel] = self._build_chunks()
         self.config = self.chunks[0].config
@@ -109,17 +105,16 @@ class Engine:
         config = transformer_config(
             self.hf_config,
             dtype=self.dtype,
+            ops=self.ops,
             sequence_parallel=self.parallel.sequence,
             virtual_pipeline_model_parallel_size=stages,
             overlap_p2p_comm=stages is not None,  # batched exchange fails under the interleaved schedule
             batch_p2p_comm=stages is None,
-            gradient_accumulation_fusion=self.device.type == "cpu",  # the device seam brings it; on a GPU it needs apex
+            gradient_accumulation_fusion=fuses_weight_gradients(self.device),
             **self._overrides,
         )
         return [
-            PreferenceModel(config, self.hf_config, head=self.objective.head, vp_stage=stage, attention=self.attention).to(
-                self.device
-            )
+            PreferenceModel(config, self.hf_config, head=self.objective.head, vp_stage=stage).to(self.device)
             for stage in (range(stages) if stages else [None])
         ]
 

@@ -19,20 +19,18 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from relax.backend.activation import SwiGLU
-from relax.backend.attention import Backend, PackedAttention
 from relax.backend.families import HFConfig, family_of, head_dim, inverse_frequencies
+from relax.backend.layers import ModelConfig, PackedAttention, RMSNorm, SwiGLU
 from relax.backend.layout import PackedLayout
 from relax.backend.logprobs import target_logprobs
 from relax.backend.moe import adopt_layers, moe_options, use_own_experts
-from relax.backend.norm import RMSNorm
+from relax.backend.ops import Ops
 from relax.objectives.base import Head
 
 
-def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
-    """megatron-core's config for a Hugging Face one; parallel sizes come from the initialised parallel state.
+def transformer_config(config: HFConfig, *, dtype: torch.dtype, ops: Ops, **overrides: Any) -> ModelConfig:
+    """megatron-core's config for a Hugging Face one, with operators; parallel sizes come from the initialised parallel state.
 
     `perform_initialization` stays on with no-op functions: off, megatron leaves parameters untagged as tensor-parallel and
     their gradient norm is silently wrong. Fusions that need apex or Transformer Engine kernels are off.
@@ -74,7 +72,7 @@ def transformer_config(config: HFConfig, *, dtype: torch.dtype, **overrides: Any
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    return TransformerConfig(**{**values, **(moe_options(config) if family.experts else {}), **overrides})
+    return ModelConfig(ops=ops, **{**values, **(moe_options(config) if family.experts else {}), **overrides})
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
@@ -87,19 +85,18 @@ class PreferenceModel(GPTModel):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         hf_config: HFConfig,
         *,
         head: Head,
         vp_stage: int | None = None,
-        attention: Backend = "sdpa",
     ) -> None:
         self.head: Head = head
         self.real_vocab_size = hf_config.vocab_size
         tensor_parallel = config.tensor_model_parallel_size
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, vp_stage, attention),
+            transformer_layer_spec=_block_spec(config, vp_stage),
             vocab_size=-(-hf_config.vocab_size // tensor_parallel) * tensor_parallel,
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -155,6 +152,7 @@ class PreferenceModel(GPTModel):
             rows,
             weight,
             layout.targets,
+            ops=self.config.ops,
             vocab_size=self.real_vocab_size,
             group=self.pg_collection.tp,
             grad_into=getattr(weight, "main_grad", None),
@@ -172,7 +170,7 @@ class PreferenceModel(GPTModel):
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, backend: Backend) -> TransformerBlockSubmodules:
+def _block_spec(config: ModelConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     experts = config.num_moe_experts
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     if experts:
@@ -180,7 +178,7 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, backend: Backen
     else:
         layer.submodules.mlp.submodules.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"backend": backend})
+    attention.core_attention = ModuleSpec(module=PackedAttention)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -2,7 +2,7 @@
 
 megatron-core's MoE layer sends tokens to the ranks that hold their experts and back. Three of its parts are replaced: the
 router computes what transformers does (softmax in fp32 over all experts, then the best); the experts of a rank are two weights,
-`[experts, ...]` each, so that a grouped matrix product takes them all at once where torch has one for the device; and the
+`[experts, ...]` each, so that one grouped product takes them all at once where the device has that; and the
 dispatcher adds a token's outputs in one order, where megatron's scatter adds in any on a GPU and no two passes would agree.
 
 The balancing loss of a micro-batch and layer is E sum_i f_i P_i (Fedus 2021, eq. 4): f_i the share of assignments that went to
@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from relax.backend.activation import SwiGLU
+from relax.backend.layers import ModelConfig, SwiGLU
 from relax.backend.layout import PackedLayout
 
 
@@ -151,7 +151,7 @@ class Experts(MegatronModule):
     width. In a checkpoint they are megatron-core's `linear_fc1` and `linear_fc2`, one axis of experts before their own two.
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+    def __init__(self, num_local_experts: int, config: ModelConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config)
         self.groups, self.activation = pg_collection, SwiGLU(config)
         width, hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
@@ -164,14 +164,9 @@ class Experts(MegatronModule):
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         """rows [assignments, hidden_size] and their router weights [assignments], sorted by expert -> their outputs."""
-        multiply = _grouped if self._fits_grouped(rows) else _one_by_one
+        multiply = self.config.ops.grouped_linear
         inner = self.activation(multiply(rows, self.weight1, tokens_per_expert)) * weights[:, None]
         return multiply(inner, self.weight2, tokens_per_expert), None
-
-    def _fits_grouped(self, rows: torch.Tensor) -> bool:
-        """Whether torch has a grouped product for these rows: of bf16 on a GPU, sizes in steps of 16 bytes."""
-        aligned = all(size % 8 == 0 for size in self.weight2.shape[1:])
-        return hasattr(F, "grouped_mm") and rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and len(rows) > 0
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
         first, (ep, etp) = len(sharded_offsets), (self.groups.ep, self.groups.expt_tp)
@@ -193,15 +188,3 @@ class Experts(MegatronModule):
             ),
             f"{prefix}weight2": shard(f"{key}2.weight", self.weight2, 2, etp.rank(), etp.size()),
         }
-
-
-def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """rows [n, in], sorted by expert, times weights [experts, out, in] of their experts; counts [experts]."""
-    parts = zip(rows.split(counts.tolist()), weights, strict=True)
-    return torch.cat([F.linear(part, weight) for part, weight in parts])
-
-
-def _grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The same in one call."""
-    ends = counts.to(rows.device).cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from relax.backend.device import on_device
+from relax.backend.device import collectives_backend, on_device
 from relax.errors import UserError
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def initialize(
     """
     global _waiting
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = collectives_backend(device)
         timeout = datetime.timedelta(minutes=timeout_minutes)
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)

@@ -21,6 +21,7 @@ from relax.backend.checkpoint import CheckpointInfo, CheckpointStore, load_check
 from relax.backend.device import on_device
 from relax.backend.families import HFConfig
 from relax.backend.model import PreferenceModel, transformer_config
+from relax.backend.ops import PLAIN
 from relax.backend.state import sharding_metadata
 from relax.backend.tensor_files import TensorFiles
 from relax.backend.weight_table import weight_plan
@@ -36,7 +37,7 @@ class StreamedModel(PreferenceModel):
 
     def __init__(self, hf_config: HFConfig, *, head: Head, dtype: torch.dtype) -> None:
         with on_device(CPU), META:
-            super().__init__(transformer_config(hf_config, dtype=dtype), hf_config, head=head)
+            super().__init__(transformer_config(hf_config, dtype=dtype, ops=PLAIN), hf_config, head=head)  # which nothing runs
         self.hf_config = hf_config
         self.read: Callable[[str], torch.Tensor] = super().get_parameter
         self._present: dict[str, torch.nn.Parameter] = {}

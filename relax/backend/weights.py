@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from relax.backend.device import wait_until_sent
 from relax.backend.families import HFConfig
 from relax.backend.model import PreferenceModel
 from relax.backend.parallel import agree
@@ -159,10 +160,9 @@ def _collect(chunks: Sequence[PreferenceModel], entry: Entry) -> Sequence[torch.
 
 
 def _send(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """Send to the group's first rank, and wait until it has it: NCCL queues sends, and stops a run whose last takes long."""
+    """Send to the group's first rank, and wait until it has it."""
     dist.send(tensor.contiguous(), group=group, group_dst=0)
-    if tensor.is_cuda:
-        torch.cuda.current_stream().synchronize()
+    wait_until_sent(tensor.device)
 
 
 def _gather(chunk: PreferenceModel, entry: Entry) -> list[torch.Tensor] | None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from relax.backend.logprobs import target_logprobs
+from relax.backend.ops import choose_ops
 
 
 def main(directory: Path) -> None:
@@ -17,7 +18,13 @@ def main(directory: Path) -> None:
         shard = case["weight"].chunk(dist.get_world_size())[rank]
         hidden, weight = (x.clone().requires_grad_() for x in (case["hidden"], shard))
         values = target_logprobs(
-            hidden, weight, case["targets"], vocab_size=case["vocab_size"], group=dist.group.WORLD, chunk=case["chunk"]
+            hidden,
+            weight,
+            case["targets"],
+            ops=choose_ops(torch.device("cpu"), hidden.dtype, head_dim=8),
+            vocab_size=case["vocab_size"],
+            group=dist.group.WORLD,
+            chunk=case["chunk"],
         )
         grads = torch.autograd.grad(values, (hidden, weight), case["grad"].to(values.dtype))
         results[name] = [values.detach(), *grads]

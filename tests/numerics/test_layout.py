@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from relax.backend import attention
-from relax.backend.attention import PackedAttention
+from relax.backend import layers
+from relax.backend.layers import PackedAttention
 from relax.backend.layout import Block, PackedLayout, build_layout
 from tests.engines import CPU, make_pairs
-from tests.models import TokenGroup, TokenPair, load, save_tiny
+from tests.models import TokenGroup, TokenPair, load, ops_for, save_tiny
 
 SIZES = [(7, 5, 9), (12, 1, 4), (1, 6, 6), (20, 3, 1), (4, 8, 2)]
 
@@ -215,16 +215,17 @@ def test_sharded_attention_equals_the_whole(size: int, monkeypatch: pytest.Monke
     for layout in (whole, *parts):
         angles = torch.outer(layout.positions.double(), torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64))
         layout.rotation = angles.cos()[:, None, None], angles.sin()[:, None, None]
-    rotated = attention._Rotate.apply(k, *whole.rotation)
+    ops = ops_for(torch.float64)
+    rotated = ops.rotate(k, *whole.rotation)
 
     def attend(layout: PackedLayout, at: np.ndarray, ranks: int) -> torch.Tensor:
         groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: ranks))
-        module = PackedAttention(SimpleNamespace(kv_channels=dim), 1, None, "self", pg_collection=groups)
+        module = PackedAttention(SimpleNamespace(kv_channels=dim, ops=ops), 1, None, "self", pg_collection=groups)
         return module(q[at], k[at], v[at], None, packed_seq_params=layout)
 
     everything = np.concatenate([whole_rows(part, rank, size) for rank, part in enumerate(parts)])
     monkeypatch.setattr(
-        attention, "gather_from_sequence_parallel_region", lambda _, group: torch.cat((rotated, v), -1)[everything]
+        layers, "gather_from_sequence_parallel_region", lambda _, group: torch.cat((rotated, v), -1)[everything]
     )
     expected = attend(whole, np.arange(rows), 1)
     assert expected.shape == (rows, 1, heads * dim)

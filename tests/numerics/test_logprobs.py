@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relax.backend import logprobs
 from relax.backend.logprobs import target_logprobs
+from relax.backend.ops import Ops, plain
+from relax.backend.ops.cpu import products
+from tests.models import ops_for
 
 HIDDEN, VOCABULARY, PADDED = 24, 57, 61
 ROWS = 23
@@ -36,10 +40,16 @@ def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grad
 
 
 def chunked(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, *, chunk: int | None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    chunk: int | None,
+    ops: Ops | None = None,
 ) -> list[torch.Tensor]:
     hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
-    values = target_logprobs(hidden, weight, targets, vocab_size=VOCABULARY, chunk=chunk)
+    values = target_logprobs(hidden, weight, targets, ops=ops or ops_for(hidden.dtype), vocab_size=VOCABULARY, chunk=chunk)
     return [values.detach(), *torch.autograd.grad(values, (hidden, weight), grad.to(values.dtype))]
 
 
@@ -70,13 +80,19 @@ def test_padding_rows_get_no_probability_and_no_gradient(dtype: torch.dtype) -> 
 def test_probabilities_of_all_ids_sum_to_one() -> None:
     hidden, weight, _, _ = inputs(torch.float64)
     every = torch.arange(VOCABULARY)
-    values = target_logprobs(hidden[:1].expand(VOCABULARY, -1), weight, every, vocab_size=VOCABULARY, chunk=7)
+    values = target_logprobs(
+        hidden[:1].expand(VOCABULARY, -1), weight, every, ops=ops_for(torch.float64), vocab_size=VOCABULARY, chunk=7
+    )
     torch.testing.assert_close(values.exp().sum(), torch.tensor(1.0, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 def test_equal_logits_give_a_uniform_distribution() -> None:
     values = target_logprobs(
-        torch.ones(3, HIDDEN), torch.zeros(PADDED, HIDDEN), torch.tensor([0, 5, VOCABULARY - 1]), vocab_size=VOCABULARY
+        torch.ones(3, HIDDEN),
+        torch.zeros(PADDED, HIDDEN),
+        torch.tensor([0, 5, VOCABULARY - 1]),
+        ops=ops_for(torch.float32),
+        vocab_size=VOCABULARY,
     )
     torch.testing.assert_close(values, torch.full((3,), -float(torch.tensor(VOCABULARY).log())), rtol=1e-6, atol=0)
 
@@ -113,11 +129,13 @@ def test_bf16_does_not_depend_on_the_chunk_size() -> None:
 @pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_weights_gradient_is_added_to_a_buffer(dtype: torch.dtype, ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "PRODUCT_ROWS", 10)  # several products for one buffer
+    monkeypatch.setattr(products, "PRODUCT_ROWS", 10)  # several products for one buffer
     hidden, weight, targets, grad = inputs(dtype)
     expected = chunked(hidden, weight, targets, grad, chunk=7)[2]
     weight, buffer = torch.nn.Parameter(weight), torch.ones(PADDED, HIDDEN)
-    values = target_logprobs(hidden, weight, targets, vocab_size=VOCABULARY, chunk=7, grad_into=buffer, ready=ready)
+    values = target_logprobs(
+        hidden, weight, targets, ops=ops_for(dtype), vocab_size=VOCABULARY, chunk=7, grad_into=buffer, ready=ready
+    )
     values.backward(grad.to(values.dtype))
     assert float((buffer - 1 - expected).norm() / expected.float().norm()) < (1e-6 if dtype == torch.float32 else 0.01)
     assert (weight.grad is not None) == getattr(weight, "grad_added_to_main_grad", False) == ready
@@ -147,7 +165,7 @@ def test_what_is_frozen_gets_no_gradient_nor_its_memory(frozen: str | None, dtyp
     weight = torch.nn.Parameter(weight, requires_grad=frozen != "weight")
     hidden.requires_grad_(frozen != "hidden")
     buffer = torch.zeros(PADDED, HIDDEN, dtype=values.dtype) if buffered else None
-    found = target_logprobs(hidden, weight, targets, vocab_size=VOCABULARY, chunk=7, grad_into=buffer)
+    found = target_logprobs(hidden, weight, targets, ops=ops_for(dtype), vocab_size=VOCABULARY, chunk=7, grad_into=buffer)
     with Results(hidden, weight, *([] if buffer is None else [buffer])) as results:
         found.backward(grad.to(found.dtype))
     assert torch.equal(found, values)
@@ -181,25 +199,26 @@ def test_the_hidden_states_and_the_weight_are_left_as_they_were() -> None:
     assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
 
 
-@pytest.mark.usefixtures("elementwise")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_one_chunk_of_logits_lives_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply, made = logprobs.times_transposed, []
+def test_one_chunk_of_logits_lives_at_a_time(dtype: torch.dtype, elementwise: str) -> None:
+    ops, made = ops_for(dtype), []
 
     def watched(*args: Any) -> torch.Tensor:
         """The same logits in memory of numpy's, which can be watched; what was made before must be gone."""
         assert not any(alive() for alive in made)
-        result = multiply(*args)
+        result = ops.linear(*args)
         memory = np.empty(result.nbytes, dtype=np.uint8)
         made.append(weakref.ref(memory))
         return torch.from_numpy(memory).view(result.dtype).view(result.shape).copy_(result)
 
-    monkeypatch.setattr(logprobs, "times_transposed", watched)
-    monkeypatch.setattr(logprobs, "PART_BYTES", 16 * VOCABULARY)
+    watching = replace(ops, linear=watched)
+    if elementwise == "torch" or dtype == torch.float64:  # a few rows at a time
+        logits = {name: partial(getattr(plain, name), part_bytes=16 * VOCABULARY) for name in ("logits_sum", "logits_gradient")}
+        watching = replace(watching, **logits)
     gc.disable()  # only what nothing names is gone
     try:
         hidden, weight, targets, grad = inputs(dtype)
-        chunked(hidden, weight, targets, grad, chunk=7)
+        chunked(hidden, weight, targets, grad, chunk=7, ops=watching)
     finally:
         gc.enable()
     assert len(made) == 4 + 3  # the last chunk is kept for backward

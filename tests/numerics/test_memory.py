@@ -12,14 +12,14 @@ from relax.backend.layout import build_layout
 from relax.backend.model import PreferenceModel, transformer_config
 from relax.backend.parallel import ParallelConfig
 from relax.memory import Recompute, layer_activations, stage_bytes, stage_parameters
-from tests.models import random_pairs, tiny_config
+from tests.models import ops_for, random_pairs, tiny_config
 
 CPU = torch.device("cpu")
 ONE = ParallelConfig()
 
 
 def build(config: Any, head: Any = "lm") -> PreferenceModel:
-    return PreferenceModel(transformer_config(config, dtype=torch.float32), config, head=head)
+    return PreferenceModel(transformer_config(config, dtype=torch.float32, ops=ops_for(torch.float32)), config, head=head)
 
 
 @pytest.mark.usefixtures("on_cpu")

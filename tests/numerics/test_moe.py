@@ -11,7 +11,6 @@ import torch
 
 from relax.backend.device import on_device
 from relax.backend.families import model_shape, read_hf_config
-from relax.backend.moe import _grouped, _one_by_one
 from relax.errors import UserError
 from relax.packing import MicroBatch, StepPlan, plan_step
 from tests.engines import (
@@ -80,22 +79,6 @@ def test_weights_that_are_not_normalized(tmp_path: Path) -> None:
     stock = save_tiny(tmp_path, FAMILY, norm_topk_prob=False)
     pairs = make_pairs(SIZES)
     torch.testing.assert_close(scores(load(tmp_path), pairs).double(), stock_logps(stock, pairs), rtol=2e-5, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("counts", [[3, 0, 5, 8], [0, 0, 16, 0], [16, 0, 0, 0], [0, 0, 0, 16]])
-def test_grouped_products_equal_one_by_one(counts: list[int], dtype: torch.dtype) -> None:
-    """What a GPU does with all experts at once, also where some have no row."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (16, 32), (4, 24, 32), (16, 24)
-    rows, weights, outer = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    rows.requires_grad_(), weights.requires_grad_()
-    found = []
-    for multiply in (_grouped, _one_by_one):
-        out = multiply(rows, weights, torch.tensor(counts))
-        found.append((out.detach(), *torch.autograd.grad(out, (rows, weights), outer)))
-    for grouped, single in zip(*found, strict=True):
-        torch.testing.assert_close(grouped, single, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
 
 
 def test_sharing_a_prompt_changes_nothing(step: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from relax.backend import cpu_attention, kernels, products
+from relax.backend.ops.cpu import attention, kernels, products
 from tests.engines import STANDING, UNMOVED, make_engine, start_batch, values_at_start, with_reference
 from tests.models import FAMILIES, save_tiny
 
@@ -59,9 +59,9 @@ def test_the_policy_starts_at_its_reference(
 ) -> None:
     options = VARIANTS[variant]
     if not options.compiled:
-        monkeypatch.setattr(kernels, "_library", lambda: "there is none in this test")
+        monkeypatch.setattr(kernels, "library", lambda: "there is none in this test")
     if options.instructions is not None:
-        for module in (products, cpu_attention):
+        for module in (products, attention):
             monkeypatch.setattr(module, "cpu_multiplies_bf16", lambda: options.instructions)
     reference = make_engine(directory, "dpo", dtype=dtype, options=None, **options.overrides)
     steps = replace(STANDING, distributed=options.distributed, overlap=options.distributed)

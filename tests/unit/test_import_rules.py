@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Modules that stand on nothing else of relax, each as the prefix of what it may import: itself.
 SELF_CONTAINED = ("relax.objectives", "relax.packing", "relax.errors", "relax.metrics")
+OPERATORS_USE = ("relax.backend.ops", "relax.backend.layout")  # operators know neither model nor megatron
 
 
 def module_name(path: Path) -> str:
@@ -33,10 +34,23 @@ def imports(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def device_questions(source: str) -> list[str]:
+    """Where a source asks which device it has: `x.is_cuda`, `device.type`, torch.cuda's own answers."""
+    asked = []
+    for node in ast.walk(ast.parse(source)):
+        names_type = isinstance(node, ast.Attribute) and node.attr == "type" and "device" in ast.unparse(node.value)
+        if names_type or (isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda")):
+            asked.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return asked
+
+
 def violations(importer: str, source: str) -> list[str]:
     found = set(imports(source))
     broken = [name for name in found if within(name, "megatron") and not within(importer, "relax.backend")]
     broken += [name for name in found if within(name, "relax.train")]
+    if within(importer, "relax.backend.ops"):
+        broken += [name for name in found if within(name, "megatron")]
+        broken += [name for name in found if within(name, "relax.backend") and not any(within(name, m) for m in OPERATORS_USE)]
     for package in SELF_CONTAINED:
         if within(importer, package):
             broken += [name for name in found if within(name, "relax") and not within(name, package) and name != "relax"]
@@ -46,6 +60,22 @@ def violations(importer: str, source: str) -> list[str]:
 @pytest.mark.parametrize("path", sorted((ROOT / "relax").rglob("*.py")), ids=module_name)
 def test_module_keeps_the_import_rules(path: Path):
     assert violations(module_name(path), path.read_text(encoding="utf-8")) == []
+
+
+ASK = ("relax.backend.ops", "relax.backend.device")  # the seams for operators and for megatron
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "relax").rglob("*.py")), ids=module_name)
+def test_nothing_but_the_seams_asks_for_the_device(path: Path):
+    if not any(within(module_name(path), seam) for seam in ASK):
+        assert device_questions(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_question_for_the_device_is_seen():
+    source = (
+        "a = x.is_cuda\nb = self.device.type == 'cpu'\nc = torch.cuda.is_available()\nd = torch.device('cpu')\ne = row.type"
+    )
+    assert device_questions(source) == ["line 1: x.is_cuda", "line 2: self.device.type", "line 3: torch.cuda"]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +91,9 @@ def test_module_keeps_the_import_rules(path: Path):
         ("relax.objectives.dpo", "from relax.objectives.base import Scores", []),
         ("relax.objectives.dpo", "from relax.errors import UserError", ["relax.errors", "relax.errors.UserError"]),
         ("relax.metrics", "from relax import packing", ["relax.packing"]),
+        ("relax.backend.ops.plain", "import megatron.core", ["megatron.core"]),
+        ("relax.backend.ops.plain", "from relax.backend.ops.record import Ops", []),
+        ("relax.backend.ops.cpu", "import relax.backend.model", ["relax.backend.model"]),
     ],
 )
 def test_the_rules_catch_what_they_name(importer: str, source: str, broken: list[str]):

@@ -3,8 +3,8 @@
 Large fp32 products with a transposed weight, a linear layer's forward, go to oneDNN: on CPUs without AVX512 MKL reaches half to
 nine tenths of its rate there, and as much in the other two. Without AMX or AVX512-BF16 instructions torch's bf16 kernels run
 several times slower than fp32 ones; there the operands are widened, multiplied in fp32 and rounded once, which is what a bf16
-kernel with fp32 accumulation computes. With them, `products_of` makes fp32 products of bf16 values as fast. A weight's gradient
-goes straight into its fp32 buffer, an embedding's too. `device.py` puts these in the place of what megatron-core calls.
+kernel with fp32 accumulation computes. With them, `products_of` makes fp32 products of bf16 values as fast.
+`device.py` puts these in the place of what megatron-core calls.
 
 Invariants: a product of bf16 matrices is the fp32 product rounded once; memory that is used again is never kept by autograd.
 """
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from relax.backend.kernels import kernel
+from relax.backend.ops.cpu import compiled, kernels
+from relax.backend.ops.plain import PRODUCT_ROWS, slices
 
 
 @functools.cache
@@ -26,15 +27,13 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in the dtype its device multiplies fastest: fp32 for bf16 on a CPU without bf16 instructions."""
-    if tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not cpu_multiplies_bf16():
-        return tensor.float()
-    return tensor
+    """`Ops.widened`: fp32 for bf16 where the CPU has no bf16 instructions."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 and not cpu_multiplies_bf16() else tensor
 
 
 @contextlib.contextmanager
 def products_of(dtype: torch.dtype) -> Iterator[None]:
-    """On a CPU with bf16 instructions: products of fp32 operands that hold values of `dtype`. For bf16 they are exact, with
+    """With bf16 instructions: products of fp32 operands that hold values of `dtype`. For bf16 they are exact, with
     fp32 sums and results, at the speed of bf16 (operands of more digits are rounded to bf16 once); for others nothing changes.
     """
     if dtype != torch.bfloat16 or not cpu_multiplies_bf16():
@@ -49,10 +48,10 @@ def products_of(dtype: torch.dtype) -> Iterator[None]:
         setting.fp32_precision = before
 
 
-def times_transposed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows [m, k] times the transpose of weight [n, k] -> [m, n]; no gradients pass."""
+def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`Ops.linear`."""
     large = rows.size(0) * weight.numel() > LARGE and rows.size(1) > 1  # else the call costs more than it saves
-    if large and rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32 and _has_onednn():
+    if large and rows.dtype == weight.dtype == torch.float32 and _has_onednn():
         return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")  # what torch.compile calls
     return _mm(rows, weight.t())
 
@@ -89,7 +88,7 @@ def multiply_on_cpu(multiply: Callable[..., torch.Tensor]) -> Callable[..., torc
 def _multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [m, k] times b [k, n], both fp32, or both bf16 and widened in memory that every product uses again."""
     wide_a, wide_b = (a, b) if a.dtype == torch.float32 else (_widened_once(a, "a"), _widened_once(b, "b"))
-    return (_mm(wide_a, wide_b) if b.is_contiguous() else times_transposed(wide_a, wide_b.t())).to(a.dtype)
+    return (_mm(wide_a, wide_b) if b.is_contiguous() else linear(wide_a, wide_b.t())).to(a.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -126,56 +125,21 @@ def scratch(use: str, size: int, dtype: torch.dtype = torch.float32) -> torch.Te
     return kept[:size]
 
 
-class GradientAccumulation:
-    """What megatron takes from apex: a linear layer's weight gradient, added to its fp32 buffer by the product itself."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-        if x.dtype == torch.bfloat16 and not cpu_multiplies_bf16():
-            x, grad = _widened_once(x, "a"), _widened_once(grad, "b")
-        if x.dtype == main_grad.dtype:
-            main_grad.addmm_(grad.t(), x)
-        else:
-            add_to_wide(main_grad, grad.t() @ x)
-
-
-def embed_on_cpu(embedding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch's embedding, whose weight's gradient goes straight into megatron's buffer where there is one: summed in fp32, and
-    not as a matrix of the whole vocabulary."""
-
-    @functools.wraps(embedding)
-    def embed(ids: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args or kwargs or not hasattr(weight, "main_grad"):
-            return embedding(ids, weight, *args, **kwargs)
-        result: torch.Tensor = _Embedding.apply(ids, weight)
-        return result
-
-    return embed
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight = weight
-        return torch.embedding(weight, ids)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        (ids,), total = ctx.saved_tensors, ctx.weight.main_grad
-        total.index_add_(0, ids.flatten(), grad.flatten(0, -2).to(total.dtype))
-        return None, without_values(ctx.weight)
-
-
-def without_values(weight: torch.Tensor) -> torch.Tensor:
-    """A gradient for megatron to see that there is one; its values are in the weight's `main_grad`."""
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.empty_like(weight)
+def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> None:
+    """`Ops.add_weight_gradient`, in one product where it has the dtype of total."""
+    if not cpu_multiplies_bf16():
+        grad, rows = (_widened_once(x, use) if x.dtype == torch.bfloat16 else x for x, use in ((grad, "b"), (rows, "a")))
+    if grad.dtype == rows.dtype == total.dtype:
+        total.addmm_(grad.t(), rows)
+    else:
+        for part in slices(total.size(0), PRODUCT_ROWS):
+            add_to_wide(total[part], grad[:, part].t() @ rows)
 
 
 def add_to_wide(total: torch.Tensor, part: torch.Tensor) -> None:
-    """Add bf16 `part` to fp32 `total` of the same shape [rows, columns]."""
-    if (run := kernel("add", part)) and total.is_contiguous() and part.is_contiguous():
-        return run(total, part, part.numel())
-    for rows in range(0, part.size(0), 4096):  # torch widens all that it is given
-        total[rows : rows + 4096].add_(part[rows : rows + 4096])
+    """Add `part` to wider `total` of the same shape [rows, columns]."""
+    if kernels.compiles(part.dtype) and total.is_contiguous() and part.is_contiguous():
+        compiled.add(total, part)
+    else:
+        for rows in slices(part.size(0), 4096):  # torch widens all that it is given
+            total[rows].add_(part[rows])

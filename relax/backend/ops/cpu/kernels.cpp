@@ -1,7 +1,7 @@
 // Elementwise work of a training step on a CPU, each kernel one pass over memory where torch's operations make several.
 //
-// Sums are fp32; a result is rounded to bf16 once, to nearest even. kernels.py compiles this file and says what each kernel
-// computes; its callers have the same in torch's operations. Matrices are dense and row-major, rows are shared among threads.
+// Sums are fp32; a result is rounded to bf16 once, to nearest even. kernels.py compiles this file, compiled.py calls it;
+// plain.py and passes.py have the same in torch's operations. Matrices are dense and row-major, rows are shared among threads.
 
 #ifndef T
 #include <cmath>

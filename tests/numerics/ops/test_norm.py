@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from relax.backend.norm import RMSNorm
+from relax.backend.layers import RMSNorm
+from tests.models import ops_for
 
 
 def make(dtype: torch.dtype, *, shape: tuple[int, ...] = (7, 1, 24)) -> tuple[RMSNorm, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), shape[-1], eps=1e-5)
+    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False, ops=ops_for(dtype)), shape[-1], eps=1e-5)
     with torch.no_grad():
         norm.weight.copy_(1 + 0.3 * torch.randn(shape[-1], generator=generator))
     x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))

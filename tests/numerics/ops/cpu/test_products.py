@@ -3,16 +3,9 @@
 import pytest
 import torch
 
-from relax.backend import products
 from relax.backend.device import on_device
-from relax.backend.products import (
-    LARGE,
-    GradientAccumulation,
-    add_to_wide,
-    embed_on_cpu,
-    products_of,
-    times_transposed,
-)
+from relax.backend.ops.cpu import products
+from relax.backend.ops.cpu.products import LARGE, add_to_wide, add_weight_gradient, linear, products_of
 
 CPU = torch.device("cpu")
 THIS_CPU = products.cpu_multiplies_bf16
@@ -80,7 +73,7 @@ def test_a_product_has_the_same_bits_where_autograd_records_it(rows: int, dtype:
 def test_a_weight_gradient_is_added_to_the_fp32_buffer_unrounded(dtype: torch.dtype) -> None:
     x, grad = (tensor.to(dtype) for tensor in matrices((6, 4), (6, 3)))
     buffer = torch.ones(3, 4)
-    GradientAccumulation.wgrad_gemm_accum_fp32(x, grad, buffer)
+    add_weight_gradient(buffer, grad, x)
     torch.testing.assert_close(buffer, 1 + grad.float().t() @ x.float(), rtol=1e-6, atol=1e-6)
 
 
@@ -91,22 +84,6 @@ def test_bf16_is_added_to_fp32_unrounded(strided: bool) -> None:
     part, total = part.t() if strided else part, torch.full((5001, 3), 1 / 3)
     add_to_wide(total[1:], part)
     assert torch.equal(total, torch.cat((torch.full((1, 3), 1 / 3), 1 / 3 + part.float())))
-
-
-def test_an_embeddings_gradient_is_summed_in_its_fp32_buffer() -> None:
-    (values, grad), ids = matrices((4, 8), (600, 8)), torch.arange(600)[None] % 3  # in bf16 a sum of 200 would lose digits
-    weight = torch.nn.Parameter(values)
-    embed = embed_on_cpu(torch.nn.functional.embedding)
-    assert torch.equal(embed(ids, weight), values[ids])  # without a buffer torch's own
-    weight.main_grad = torch.ones(4, 8)
-    out = embed(ids, weight)
-    assert torch.equal(out, values[ids])
-    out[0, 0] = 0  # as megatron does with ids of other ranks
-    grad[0] = 0
-    out.backward(grad[None])
-    expected = torch.ones(4, 8).index_add(0, ids[0], grad.float())
-    torch.testing.assert_close(weight.main_grad, expected, rtol=1e-6, atol=1e-6)
-    assert weight.grad is not None and weight.grad_added_to_main_grad  # what megatron asks
 
 
 @pytest.mark.parametrize("rows", [3, 300])  # on both sides of where oneDNN takes over
@@ -120,7 +97,7 @@ def test_a_product_with_a_transposed_weight_is_exact_to_fp32(rows: int, strided:
     expected = x.double() @ w.double().t()
     with on_device(CPU), torch.no_grad():
         found = (
-            times_transposed(x, w),
+            linear(x, w),
             torch.matmul(x, w.t()),
             x.matmul(w.t()),
             torch.nn.functional.linear(x[:, None], w)[:, 0],
@@ -132,7 +109,7 @@ def test_a_product_with_a_transposed_weight_is_exact_to_fp32(rows: int, strided:
 
 def test_fp64_stays_fp64() -> None:
     x, w = (torch.randn(n, 96, dtype=torch.float64) for n in (300, 120))
-    assert torch.equal(times_transposed(x, w), x @ w.t())
+    assert torch.equal(linear(x, w), x @ w.t())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,4 +1,4 @@
-"""Attention backends: all give the same for blocks of every kind, and each is chosen where it can work.
+"""Attention: all implementations give the same for blocks of every kind, and each is chosen where it can work.
 
 No variable-length kernel runs on a CPU: a reference of the same signature stands in, so that what is tested is the index
 arithmetic. benchmarks/gpu_check.sh compares the kernels themselves on a GPU.
@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from relax.backend import attention, cpu_attention, products
-from relax.backend.attention import BACKENDS, _Rotate, choose_backend
 from relax.backend.layout import PackedLayout, build_layout
-from relax.backend.products import cpu_multiplies_bf16
+from relax.backend.ops import PLAIN, choose_ops
+from relax.backend.ops.cpu import attention as on_cpu
+from relax.backend.ops.cpu import products
+from relax.backend.ops.cpu.products import cpu_multiplies_bf16
+from relax.backend.ops.cuda import attention as on_cuda
 from relax.errors import UserError
-from tests.models import random_pairs
+from tests.models import ops_for, random_pairs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HEADS, GROUPS, WIDTH = 4, 2, 8
@@ -79,15 +81,16 @@ def draw(layout: PackedLayout, generator: torch.Generator, dtype: torch.dtype) -
     return [torch.randn(*size, WIDTH, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for size in sizes]
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash", "sdpa on a GPU"])
+@pytest.mark.parametrize("name", ["varlen", "flash", "sdpa"])
 @pytest.mark.parametrize("at", range(7))
-def test_backends_agree(backend: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen, "flash": flash}.get)
-    monkeypatch.setattr(cpu_attention, "QUERIES", 3)  # several calls for a block
+def test_implementations_agree(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cuda, "kernel_of", {"varlen": varlen, "flash": flash}.get)
+    monkeypatch.setattr(on_cpu, "QUERIES", 3)  # several calls for a block
     layout = layouts()[at]
     inputs = draw(layout, torch.Generator().manual_seed(at), torch.float64)
     found = []
-    for attend in (BACKENDS["sdpa"], BACKENDS.get(backend, attention._call_each)):
+    on_a_gpu = PLAIN.attention if name == "sdpa" else partial(on_cuda.in_one_call, name=name)
+    for attend in (ops_for(torch.float64).attention, on_a_gpu):
         out = attend(*inputs, layout, 0.3)
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for mine, theirs in zip(*found, strict=True):
@@ -100,9 +103,9 @@ def test_backward_takes_few_queries_at_a_time_where_keys_are_many(monkeypatch: p
     inputs = draw(layout, torch.Generator().manual_seed(0), torch.float64)
     grads = []
     for scores in (1 << 22, most := 4 * HEADS * max(block.num_keys for block in layout.blocks)):
-        monkeypatch.setattr(cpu_attention, "SCORES", scores)
+        monkeypatch.setattr(on_cpu, "SCORES", scores)
         space.clear()
-        grads.append(torch.autograd.grad(BACKENDS["sdpa"](*inputs, layout, 0.3).square().sum(), inputs))
+        grads.append(torch.autograd.grad(ops_for(torch.float64).attention(*inputs, layout, 0.3).square().sum(), inputs))
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
     assert space["attention", torch.float64].numel() <= 2 * 1.5 * most  # scores and their gradients, of even calls
 
@@ -113,9 +116,9 @@ def test_a_hidden_key_may_score_beyond_all_numbers() -> None:
     inputs = draw(layout, torch.Generator().manual_seed(0), torch.float32)
     with torch.no_grad():
         inputs[1][layout.blocks[0].q1 - 1] *= 1e4  # seen by the block's last query alone
-    found = torch.autograd.grad(BACKENDS["sdpa"](*inputs, layout, 0.3).square().sum(), inputs)
+    found = torch.autograd.grad(ops_for(torch.float32).attention(*inputs, layout, 0.3).square().sum(), inputs)
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    exact = torch.autograd.grad(attention._call_each(*wide, layout, 0.3).square().sum(), wide)
+    exact = torch.autograd.grad(PLAIN.attention(*wide, layout, 0.3).square().sum(), wide)
     for mine, theirs, tolerance in zip(found, exact, (1e-2, 1e-4, 1e-4), strict=True):  # the key magnifies rounding
         assert torch.isfinite(mine).all()
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))
@@ -130,8 +133,8 @@ def test_half_precision_rounds_once_and_is_what_backward_keeps(at: int) -> None:
     inputs = draw(layout, torch.Generator().manual_seed(at), torch.bfloat16)
     wide = [x.detach().float().requires_grad_() for x in inputs]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = BACKENDS["sdpa"](*inputs, layout, 0.3)
-    expected = BACKENDS["sdpa"](*wide, layout, 0.3)
+        out = ops_for(torch.bfloat16).attention(*inputs, layout, 0.3)
+    expected = ops_for(torch.float32).attention(*wide, layout, 0.3)
     exact = {"rtol": 2**-7, "atol": 1e-2} if cpu_multiplies_bf16() else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(out, expected.bfloat16(), **exact)
     grads = [torch.autograd.grad(x.square().sum(), x_in) for x, x_in in ((out, inputs), (expected, wide))]
@@ -144,12 +147,12 @@ def test_half_precision_rounds_once_and_is_what_backward_keeps(at: int) -> None:
 @pytest.mark.usefixtures("elementwise")
 @pytest.mark.parametrize("at", range(7))
 def test_fp32_gradients_are_the_exact_ones(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "QUERIES", 3)  # several calls for a block
+    monkeypatch.setattr(on_cpu, "QUERIES", 3)  # several calls for a block
     layout = layouts()[at]
     inputs = draw(layout, torch.Generator().manual_seed(at), torch.float32)
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    found = torch.autograd.grad(BACKENDS["sdpa"](*inputs, layout, 0.3).square().sum(), inputs)
-    exact = torch.autograd.grad(attention._call_each(*wide, layout, 0.3).square().sum(), wide)
+    found = torch.autograd.grad(ops_for(torch.float32).attention(*inputs, layout, 0.3).square().sum(), inputs)
+    exact = torch.autograd.grad(PLAIN.attention(*wide, layout, 0.3).square().sum(), wide)
     for mine, theirs in zip(found, exact, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
@@ -163,7 +166,7 @@ def test_rotation_is_transformers_own(dtype: torch.dtype) -> None:
     cos, sin = (f(angles).to(dtype) for f in (torch.cos, torch.sin))
     found = []
     for rotate in (
-        lambda x: _Rotate.apply(x, cos[:, None, None], sin[:, None, None]),
+        lambda x: ops_for(dtype).rotate(x, cos[:, None, None], sin[:, None, None]),
         lambda x: apply_rotary_pos_emb(x, x, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), unsqueeze_dim=1)[0],
     ):
         own = x.squeeze(1).clone().requires_grad_()  # [positions, heads, head_dim]
@@ -184,23 +187,26 @@ def test_keys_are_gathered_only_where_blocks_take_others_than_their_own() -> Non
 
 
 def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen, "flash": flash}.get)
+    monkeypatch.setattr(on_cuda, "kernel_of", {"varlen": varlen, "flash": flash}.get)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     bf16, fp32 = torch.bfloat16, torch.float32
-    choose_backend = partial(attention.choose_backend, head_dim=64)
-    assert choose_backend("auto", device=CPU, dtype=bf16) == ("sdpa", "variable-length kernels need a GPU")
-    assert choose_backend("auto", device=CUDA, dtype=fp32) == ("sdpa", "variable-length kernels need bf16, not float32")
-    assert choose_backend("auto", device=CUDA, dtype=bf16) == ("flash", "the fastest that is installed")
-    assert choose_backend("varlen", device=CUDA, dtype=bf16) == ("varlen", "asked for")
-    assert choose_backend("sdpa", device=CUDA, dtype=bf16) == ("sdpa", "asked for")
-    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen}.get)
-    assert choose_backend("auto", device=CUDA, dtype=bf16) == ("varlen", "the fastest that is installed")
-    monkeypatch.setattr(attention, "kernel_of", {}.get)
-    assert choose_backend("auto", device=CUDA, dtype=bf16)[0] == "sdpa"
-    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen}.get)
-    assert choose_backend("auto", device=CUDA, dtype=bf16, head_dim=20)[1].endswith("multiple of 8 up to 256, not 20")
+
+    def chosen(asked: str, device: torch.device, dtype: torch.dtype, *, head_dim: int = 64) -> tuple[str, str]:
+        return choose_ops(device, dtype, head_dim=head_dim, attention=asked).choices["attention"]
+
+    assert chosen("auto", CPU, bf16) == ("sdpa", "variable-length kernels need a GPU")
+    assert chosen("auto", CUDA, fp32) == ("sdpa", "variable-length kernels need bf16, not float32")
+    assert chosen("auto", CUDA, bf16) == ("flash", "the fastest that is installed")
+    assert chosen("varlen", CUDA, bf16) == ("varlen", "asked for")
+    assert chosen("sdpa", CUDA, bf16) == ("sdpa", "asked for")
+    monkeypatch.setattr(on_cuda, "kernel_of", {"varlen": varlen}.get)
+    assert chosen("auto", CUDA, bf16) == ("varlen", "the fastest that is installed")
+    monkeypatch.setattr(on_cuda, "kernel_of", {}.get)
+    assert chosen("auto", CUDA, bf16)[0] == "sdpa"
+    monkeypatch.setattr(on_cuda, "kernel_of", {"varlen": varlen}.get)
+    assert chosen("auto", CUDA, bf16, head_dim=20)[1].endswith("multiple of 8 up to 256, not 20")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert choose_backend("auto", device=CUDA, dtype=bf16)[1].endswith("compute capability 8.0")
+    assert chosen("auto", CUDA, bf16)[1].endswith("compute capability 8.0")
 
 
 @pytest.mark.parametrize(
@@ -211,10 +217,10 @@ def test_auto_takes_the_fastest_that_works_and_says_why(monkeypatch: pytest.Monk
         ("flash", CUDA, torch.bfloat16, "flash-attn package is not installed"),
     ],
 )
-def test_a_backend_that_cannot_work_is_refused(
+def test_what_cannot_work_is_refused(
     asked: str, device: torch.device, dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "kernel_of", {"varlen": varlen}.get)
+    monkeypatch.setattr(on_cuda, "kernel_of", {"varlen": varlen}.get)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(UserError, match=f"^--attention-backend {asked}: .*{why}"):
-        choose_backend(asked, device=device, dtype=dtype, head_dim=64)
+        choose_ops(device, dtype, head_dim=64, attention=asked)

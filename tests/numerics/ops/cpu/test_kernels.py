@@ -10,67 +10,68 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax.backend import kernel_cache, kernels
-from relax.backend.activation import SwiGLU
-from relax.backend.kernels import choose_kernels, kernel
-
-CPU = torch.device("cpu")
+from relax.backend.ops import PLAIN, Choice
+from relax.backend.ops.cpu import compiled, kernel_cache, kernels
+from tests.models import ops_for
 
 
 @pytest.fixture
 def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
     """Makes the compiler a shell script, for kernels that nobody has built yet; gives the cache."""
 
-    def compiler(script: str) -> Path:
+    def make_compiler(script: str) -> Path:
         program = tmp_path / "compiler"
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setenv("CXX", str(program))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        kernels._library.cache_clear()
+        kernels.library.cache_clear()
         return tmp_path / "cache" / "relax" / "kernels"
 
-    yield compiler
-    kernels._library.cache_clear()
+    yield make_compiler
+    kernels.library.cache_clear()
 
 
-def compiled(name: str, like: torch.Tensor) -> Callable[..., None]:
-    run = kernel(name, like)
-    if run is None:
-        pytest.skip(kernels.choose_kernels(CPU, like.dtype)[1])
-    return run
+def elementwise_work(dtype: torch.dtype) -> Choice:
+    return ops_for(dtype).choices["elementwise work"]
 
 
+@pytest.fixture
+def built() -> None:
+    if isinstance(reason := kernels.library(), str):
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("built")
 def test_the_exponential_is_exact_to_two_units_in_the_last_place() -> None:
     x = torch.cat((torch.linspace(-87, 0, 100_001), torch.tensor([-88.0, -1e4, -torch.inf, torch.nan])))
-    found, zero = x[None].clone(), torch.zeros(1)
-    compiled("logits_gradient", found)(found, zero, -torch.ones(1), torch.zeros(1, dtype=torch.int64), zero, 1, x.numel())
+    found, zero = x[None].clone(), torch.zeros(1, 1)
+    compiled.logits_gradient(found, zero, -torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64), zero)
     exact = x.double().exp()
     assert float((found[0, :-4].double() / exact[:-4] - 1).abs().max()) < 2 * torch.finfo(torch.float32).eps
     assert found[0, -4:-1].tolist() == [0.0, 0.0, 0.0]
     assert found[0, -1].isnan()
 
 
+@pytest.mark.usefixtures("built")
 def test_bf16_is_rounded_to_nearest_even_as_torch_does() -> None:
     bits = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     bits[:5] = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800001, 0x00000001])  # ties, overflow, nan, denormal
-    wide, found = bits.view(torch.float32), torch.empty(1 << 20, dtype=torch.bfloat16)
-    compiled("from_groups", found)(wide, found, 1, 1, wide.numel())
+    wide, found = bits.view(1, 1, -1).view(torch.float32), torch.empty(1, 1, 1 << 20, dtype=torch.bfloat16)
+    compiled.from_groups(wide, found)
     torch.testing.assert_close(found, wide.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_norms_weight_gradient_does_not_depend_on_threads(threads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     grad, x, weight = (torch.randn(shape, generator=generator) for shape in ((500, 48), (500, 48), (48,)))
-    run = compiled("norm_backward", x)
     found, before = [], torch.get_num_threads()
     try:
         for number in (1, threads):
             torch.set_num_threads(number)
-            parts = torch.empty(8, 48)
-            run(grad, x, weight, torch.ones(500), torch.empty_like(x), parts, 500, 48, 64)
-            found.append(parts)
+            found.append(compiled.norm_backward(grad, x, weight, torch.ones(500, 1))[1])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)
@@ -78,12 +79,12 @@ def test_a_norms_weight_gradient_does_not_depend_on_threads(threads: int) -> Non
 
 def test_they_are_built_once(builds: Callable[[str], Path]) -> None:
     cache = builds('echo "$@" >> "$0.calls"; exec c++ "$@"')
-    which, _ = choose_kernels(CPU, torch.float32)
+    which, _ = elementwise_work(torch.float32)
     if which == "torch":
         pytest.skip("no C++ compiler")
     assert [f"compiled, {path.stem}" for path in cache.iterdir()] == [which]
-    kernels._library.cache_clear()
-    assert choose_kernels(CPU, torch.bfloat16)[0] == which
+    kernels.library.cache_clear()
+    assert elementwise_work(torch.bfloat16).name == which
     calls = Path(f"{os.environ['CXX']}.calls").read_text().splitlines()
     assert ["kernels.cpp" in call for call in calls] == [False, True, False]  # what it is, a build, what it is
 
@@ -92,7 +93,7 @@ def test_they_are_built_once(builds: Callable[[str], Path]) -> None:
 def kept(builds: Callable[[str], Path]) -> Path:
     """A library in a cache of its own; its path."""
     cache = builds('exec c++ "$@" -O0')  # quickly
-    which, why = choose_kernels(CPU, torch.float32)
+    which, why = elementwise_work(torch.float32)
     if which == "torch":
         pytest.skip(why)
     (path,) = cache.iterdir()
@@ -103,8 +104,8 @@ def kept(builds: Callable[[str], Path]) -> Path:
 
 def again() -> tuple[str, str]:
     """What a new process would choose."""
-    kernels._library.cache_clear()
-    return choose_kernels(CPU, torch.float32)
+    kernels.library.cache_clear()
+    return elementwise_work(torch.float32)
 
 
 def foreign(path: Path, *, checksum: bool) -> Path:
@@ -138,7 +139,7 @@ def test_a_library_that_is_not_the_one_that_was_kept_is_built_again(kept: Path, 
     assert hashlib.sha256(content[:-32]).digest() == content[-32:]
     assert mark is None or mark.exists() == (damage == "no symbol")  # what has no checksum is not even loaded
     x = torch.randn(3, 4)
-    assert torch.equal(SwiGLU(config=None)(x), SwiGLU(config=None)(x)) and kernel("add", x) is not None
+    assert kernels.compiles(x.dtype) and torch.allclose(ops_for(x.dtype).swiglu(x), PLAIN.swiglu(x))
 
 
 def test_a_directory_in_the_librarys_place_is_left_alone(kept: Path) -> None:
@@ -223,7 +224,7 @@ def test_where_nothing_can_be_written_torch_does_the_work(kept: Path, monkeypatc
 def test_two_processes_may_build_at_once(builds: Callable[[str], Path]) -> None:
     """Neither sees half of the other's."""
     cache = builds('exec c++ "$@" -O0')
-    text = "import torch; from relax.backend.kernels import *; print(*choose_kernels(torch.device('cpu'), torch.float32))"
+    text = "import torch; from tests.models import ops_for; print(*ops_for(torch.float32).choices['elementwise work'])"
     started = [subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = {process.communicate()[0].strip() for process in started}
     if any(line.startswith("torch") for line in said):
@@ -247,22 +248,21 @@ def test_two_processes_may_build_at_once(builds: Callable[[str], Path]) -> None:
 )
 def test_without_them_torch_does_the_work_and_says_why(builds: Callable[[str], Path], script: str, reason: str) -> None:
     cache = builds(script)
-    which, why = choose_kernels(CPU, torch.float32)
+    which, why = elementwise_work(torch.float32)
     assert which == "torch"
     assert reason in why and "CXX" in why
     assert not cache.exists() or not list(cache.glob("*.so"))
     x = torch.tensor([[1.0, 2.0]])
-    assert SwiGLU(config=None)(x).item() == pytest.approx(2 / (1 + torch.tensor(-1.0).exp().item()))
+    assert ops_for(torch.float32).swiglu(x).item() == pytest.approx(2 / (1 + torch.tensor(-1.0).exp().item()))
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    kernels._library.cache_clear()
-    assert "no-such-compiler" in choose_kernels(CPU, torch.float32)[1]
-    kernels._library.cache_clear()
+    kernels.library.cache_clear()
+    assert "no-such-compiler" in elementwise_work(torch.float32).why
+    kernels.library.cache_clear()
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("meta", torch.float32), ("cpu", torch.float64)])
-def test_other_devices_and_dtypes_are_torchs(device: str, dtype: torch.dtype) -> None:
-    assert choose_kernels(torch.device(device), dtype)[0] == "torch"
-    assert kernel("add", torch.empty(1, device=device, dtype=dtype)) is None
+def test_other_dtypes_are_torchs() -> None:
+    assert elementwise_work(torch.float64) == Choice("torch", "compiled kernels are for fp32 and bf16")
+    assert not kernels.compiles(torch.float64)
