@@ -5,7 +5,8 @@ processor time by a timer's signal, memory by the kernel's limit on data, the si
 refused before they are computed, for one of them alone may take hours that no signal ends.
 
 Invariants: a template that loops or makes gigabytes ends in `TemplateOverrun`, which no `except Exception` takes for a
-row's fault; outside of a call the process has its own limits and handlers. A template that reads the clock reads the start
+row's fault; outside of a call the process has its own limits, and
+no timer runs. A template that reads the clock reads the start
 of the day that `CLOCK` among its arguments names, which `settle_date` puts there once for a whole run.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time
 from functools import lru_cache, partial
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any, NoReturn
 
 import jinja2
@@ -42,18 +43,24 @@ def guard(tokenizer: Any) -> None:
     """Bound every later call of the tokenizer's `apply_chat_template`, which also takes `CLOCK` (a date, ISO 8601)."""
     stock = tokenizer.apply_chat_template
     checked: set[str] = set()
+    signal.signal(signal.SIGVTALRM, _stop)
 
     def apply_chat_template(*args: Any, **kwargs: Any) -> Any:
         day = kwargs.pop(CLOCK, None)
-        name = partial(_name, tokenizer, kwargs)
-        for text in _texts(tokenizer.chat_template, kwargs.get("chat_template")):
+        given = kwargs.get("chat_template")
+        name = partial(_name, tokenizer, given)
+        for text in _texts(tokenizer.chat_template, given):
             if computes_powers(text):
                 raise TemplateOverrun(f"{name()} computes powers (**), which may take for ever: no chat template needs them")
-        with _bounds(name), _clock(day):
-            if day is not None and day not in checked:
-                _check_clock(stock, day)
-                checked.add(day)
-            rendered = stock(*args, **kwargs)
+        with _Bounds(name):
+            if day is None:
+                rendered = stock(*args, **kwargs)
+            else:
+                with _clock(day):
+                    if day not in checked:
+                        _check_clock(stock, day)
+                        checked.add(day)
+                    rendered = stock(*args, **kwargs)
         if isinstance(rendered, str) and len(rendered) > MAX_CHARS:
             raise TemplateOverrun(f"{name()} makes {len(rendered):,} characters; at most {MAX_CHARS:,} are let through")
         return rendered
@@ -75,12 +82,15 @@ def settle_date(template_kwargs: Mapping[str, Any], *, directory: Path, today: d
 
 
 def reads_clock(template_kwargs: Mapping[str, Any], *, directory: Path) -> bool:
-    """Whether the template has a call of the clock in it, by its text."""
+    """Whether the template has a call of the clock in it, by its text. Raises `UserError` for a file that cannot be read."""
     given = str(template_kwargs.get("chat_template") or "")
     if "{" in given:  # else nothing, or the name of one in the directory
         return CLOCK in given
     files = [file for pattern in _FILES for file in directory.glob(pattern) if file.is_file()]
-    return any(CLOCK in file.read_text(encoding="utf-8", errors="replace") for file in files)
+    try:
+        return any(CLOCK in file.read_text(encoding="utf-8", errors="replace") for file in files)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
 def clock_note(template_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -114,8 +124,8 @@ def _texts(templates: Any, given: Any) -> list[str]:
     return [str(text) for text in ([given] if given and "{" in str(given) else known) if text]
 
 
-def _name(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
-    if kwargs.get("chat_template"):
+def _name(tokenizer: Any, given: Any) -> str:
+    if given:
         return "the chat template that was given by argument"
     directory = Path(tokenizer.name_or_path)
     file = next(
@@ -124,26 +134,33 @@ def _name(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
     return f"the chat template in {file or directory}"
 
 
-@contextlib.contextmanager
-def _bounds(name: Callable[[], str]) -> Iterator[None]:
-    """Stop the block when it takes too much processor time or memory."""
+class _Bounds:
+    """Stops the block when it takes too much processor time or memory."""
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise TemplateOverrun(f"{name()} ran for {MAX_SECONDS:g} s of processor time without an end")
+    def __init__(self, name: Callable[[], str]) -> None:
+        self._name = name
 
-    kept = signal.signal(signal.SIGVTALRM, stop)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_size() + MAX_MEMORY
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
-    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)
-    try:
-        yield
-    except MemoryError:
-        raise TemplateOverrun(f"{name()} takes more than {MAX_MEMORY:,} bytes of memory") from None
-    finally:
+    def __enter__(self) -> None:
+        self._kept = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = _data_size() + MAX_MEMORY
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+        signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-        signal.signal(signal.SIGVTALRM, kept)
+        resource.setrlimit(resource.RLIMIT_DATA, self._kept)
+        if isinstance(error, _Expired):
+            raise TemplateOverrun(f"{self._name()} ran for {MAX_SECONDS:g} s of processor time without an end") from None
+        if isinstance(error, MemoryError):
+            raise TemplateOverrun(f"{self._name()} takes more than {MAX_MEMORY:,} bytes of memory") from None
+
+
+class _Expired(TemplateOverrun):
+    """The timer's signal came."""
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Expired(f"the chat template ran for {MAX_SECONDS:g} s of processor time without an end")
 
 
 def _data_size() -> int:
@@ -158,11 +175,8 @@ def _statm(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def _clock(day: str | None) -> Iterator[None]:
-    """The clock that transformers' templates read, standing at the start of `day`; the real one for None."""
-    if day is None:
-        yield
-        return
+def _clock(day: str) -> Iterator[None]:
+    """The clock that transformers' templates read, standing at the start of `day`."""
     moment = datetime.combine(_parse(day), time())
     kept = chat_template_utils.datetime
     chat_template_utils.datetime = SimpleNamespace(now=lambda: moment)

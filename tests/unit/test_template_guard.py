@@ -49,10 +49,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_template_past_the_bounds_ends(tmp_path: Path, impatient: None, template: str, message: str):
     tokenizer = load_tokenizer(build_tokenizer(tmp_path / "tokenizer"))
-    before = [resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)]
+    before = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(TemplateOverrun, match=f"^the chat template that was given by argument {message}"):
         tokenizer.apply_chat_template([user("Q")], tokenize=False, chat_template=template)
-    assert before == [resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)]
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert tokenizer.apply_chat_template([user("Q")], tokenize=False, chat_template="fine") == "fine"
 
@@ -219,6 +219,17 @@ def test_a_clock_is_found_wherever_the_template_stands(tmp_path: Path, change: C
     assert reads_clock({}, directory=directory) and reads_clock({"chat_template": "dated"}, directory=directory)
     assert not reads_clock({"chat_template": CHATML}, directory=directory)
     assert settle_date({"chat_template": CLOCKED}, directory=directory, today=date(2026, 1, 2))[CLOCK] == "2026-01-02"
+
+
+def test_a_template_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "chat_template.jinja").write_text(CLOCKED)
+
+    def refuse(path: Path, **options: str) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(UserError, match=r"chat_template\.jinja: cannot be read: Permission denied"):
+        reads_clock({}, directory=tmp_path)
 
 
 @pytest.mark.parametrize("day", ["tomorrow", "2026-13-01", 5])
