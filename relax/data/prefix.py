@@ -64,6 +64,7 @@ def read_sidecar(prefix: Path) -> dict[str, Any] | None:
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
         _check_shape(sidecar, SIDECAR)
+        _check_shape(sidecar["template"].get("text"), str | None)  # older ones do not say it
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a sidecar of relax.preprocess: {error!r}. Preprocess the data again.") from None
     return dict(sidecar)
