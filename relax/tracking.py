@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -79,6 +80,8 @@ class Tracker:
             self._log.write(json.dumps(entry, allow_nan=False) + "\n")
             self._log.flush()
         except OSError as error:
+            with suppress(OSError):
+                self._log.close()  # gives up what it still holds, which would fail again when the run closes it
             raise UserError(f"cannot write the metrics of step {step} to {self.path}: {error}") from None
         self._last = step
         if self._wandb and step >= self._wandb.step:  # W&B already holds the steps that a resumed run repeats

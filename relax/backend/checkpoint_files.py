@@ -82,8 +82,8 @@ def publish(written: Path, final: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write and sync a file."""
-    with path.open("wb") as file:
+    """Write and sync a new file, not what a link of its name leads to."""
+    with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -92,6 +92,7 @@ def write_file(path: Path, content: bytes) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that a reader finds the former content or this one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
     write_file(temporary, content)
     temporary.replace(path)
     sync_directory(path.parent)
