@@ -23,7 +23,6 @@ from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any, NoReturn
 
 import jinja2
-from transformers.utils import chat_template_utils
 
 from relax.errors import UserError
 
@@ -177,6 +176,8 @@ def _statm(pid: int) -> int:
 @contextlib.contextmanager
 def _clock(day: str) -> Iterator[None]:
     """The clock that transformers' templates read, standing at the start of `day`."""
+    from transformers.utils import chat_template_utils  # it loads torch, which not every command needs
+
     moment = datetime.combine(_parse(day), time())
     kept = chat_template_utils.datetime
     chat_template_utils.datetime = SimpleNamespace(now=lambda: moment)

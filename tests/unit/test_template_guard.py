@@ -3,6 +3,8 @@
 import json
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -116,6 +118,11 @@ def test_other_faults_of_a_template_are_still_rows_faults(tmp_path: Path):
     rows = [chat_row("spin", "A", "B"), chat_row("Q1", "A", "B"), chat_row("Q2", "A", "B")]
     report = load(write_jsonl(tmp_path / "a.jsonl", rows), directory).report
     assert len(report.rejected["schema"].rows) == 1 and "Range too big" in report.rejected["schema"].details[0]
+
+
+def test_reading_data_needs_no_torch_before_a_template_is_rendered():
+    code = "import sys, relax.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("kwargs", [{"chat_template": CHATML}, {CLOCK: "2026-01-31"}])
