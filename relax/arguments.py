@@ -203,7 +203,7 @@ def _add_data(group: Group) -> None:
     group.json(
         "--apply-chat-template-kwargs",
         json_object,
-        'variables for the chat template, as in \'{"enable_thinking": false}\'; strftime_now sets its clock, as in "2026-01-31"',
+        "variables for the chat template, as in '{\"enable_thinking\": false}'; strftime_now is the day on its clock",
     )
     group.switch("--no-chat-template", "take prompt and answers as they are, between BOS and end token: rows templated before")
     group.switch("--no-shuffle", "keep the file's order in every epoch")
