@@ -17,7 +17,7 @@ from tests.models import CHATML
 
 pytestmark = pytest.mark.integration
 
-LONG = 48  # steps: enough to be hit by a signal on the way
+LONG = 96  # steps: enough to be hit by a signal on the way, also where the test has to wait for the processor
 KINDS: dict[str, dict[str, Any]] = {
     "dpo-bf16": {"no_bf16": None},
     "dpo-fp32-distributed": {"use_distributed_optimizer": True, "lr_decay_style": "WSD", "lr_warmup_iters": 2},
