@@ -19,6 +19,7 @@ from relax.errors import UserError
 from relax.places import check_apart
 from relax.validation import read_model_config
 
+TRACKER = "latest_checkpointed_iteration.txt"  # as in `relax.backend.checkpoint_files`, whose package loads torch
 # What each command must be given.
 NEEDED = {
     "hf-to-mcore": ("--hf-checkpoint", "--save"),
@@ -57,8 +58,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_new(directory: Path) -> None:
-    """What an earlier conversion left unfinished has a hidden name, and is no obstacle."""
-    if directory.exists() and not (directory.is_dir() and all(path.name.startswith(".") for path in directory.iterdir())):
+    """What an earlier conversion left unfinished is no obstacle: hidden names, and a tracker of what is not there."""
+    unfinished = directory.is_dir() and all(path.name.startswith(".") or path.name == TRACKER for path in directory.iterdir())
+    if directory.exists() and not unfinished:
         raise UserError(f"--save {directory} is there already: remove it, or choose another directory")
 
 

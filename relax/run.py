@@ -144,8 +144,10 @@ class Run(RunSetup):
             self.say(
                 f"step {self.start_step} of {self.total_steps} is done: nothing left to train; raise --num-rollout to go on"
             )
-        if not self.trains:
-            self._export(self.start_step)  # the run before may have ended between its last checkpoint and its export
+        if not self.trains:  # the run before may have ended between its last checkpoint and its export, or while deleting one
+            if self.store:
+                self.store.tidy()
+            self._export(self.start_step)
         speaks = is_main_rank()
         self._close()
         if speaks:

@@ -90,6 +90,17 @@ class CheckpointStore:
 
         agree(lock if is_main_rank() else None)
 
+    def tidy(self) -> None:
+        """Remove what a save or a deletion that was cut short left behind, for a run after which no save follows."""
+
+        def remove() -> None:
+            try:
+                remove_leftovers(self.directory)
+            except OSError as error:
+                raise UserError(f"{self.flag} {self.directory}: {error.filename} cannot be removed: {error.strerror}") from error
+
+        agree(remove if is_main_rank() else None)
+
     def save_checkpoint(
         self,
         *,
@@ -159,8 +170,11 @@ class CheckpointStore:
         save.writer.finish(written)
         tensors = [(extent, digest) for one in written for _, extent, digest in one]
         write_file(directory / CHECKSUMS, json_bytes(checksums_content(directory, tensors)))
+        if not save.step:  # without a tracker nobody finds a release: a kill between the two must not leave it like that
+            replace_file(self.directory / TRACKER, RELEASE.encode())
         publish(directory, final)
-        replace_file(self.directory / TRACKER, str(save.step or RELEASE).encode())
+        if save.step:
+            replace_file(self.directory / TRACKER, str(save.step).encode())
 
     def _prune(self, newest: Path) -> None:
         """Delete all but the `keep` latest checkpoints, the newest one being the one just saved whatever its step."""

@@ -178,6 +178,8 @@ def outcome(directory: Path) -> dict[str, Any]:
             found[name] = [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
         elif file.name == "common.pt":  # its pickle says, too, which equal values were one object
             found[name] = plain(torch.load(file, weights_only=True))
+        elif file.name == "checksums.json":  # of those two, too
+            found[name] = json.loads(file.read_text())["tensors"]
         elif file.name == ".metadata":  # names each save by a number of its own
             found[name] = file.stat().st_size
         else:

@@ -139,6 +139,7 @@ def test_a_conversion_cut_short_leaves_nothing_under_the_final_name(odd: Workpla
     message = convert(odd, "mcore-to-hf", load="model-mcore", hf_checkpoint="model", save="cut-hf", file_limit=100_000).error
     assert message.startswith("cut-hf: the export cannot be written") and not odd.path("cut-hf").exists()
     odd.path("cut/.release.tmp").mkdir()  # as a kill would leave it
+    odd.path("cut/latest_checkpointed_iteration.txt").write_text("release")
     converted(odd, "hf-to-mcore", hf_checkpoint="model", save="cut")
     assert sorted(path.name for path in odd.path("cut").iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
 
