@@ -79,7 +79,9 @@ def test_a_finished_run_says_so_and_changes_nothing_but_a_missing_export(fresh_p
     place.succeed(**flags)
     log, saved = place.log("run"), contents(place.path("out"))
     assert [line["train/consumed_pairs"] for line in log] == [8, 16, 20, 28, 36, 40]  # the last batch of an epoch is short
+    place.path("out/run/.iter_0000003.tmp").mkdir()  # as a kill leaves it that comes while --keep-checkpoints deletes
     out = place.succeed(**flags, save_hf="out/hf")
+    assert not place.path("out/run/.iter_0000003.tmp").exists()
     assert "step 6 of 6 is done: nothing left to train" in out and "run: dpo, 6 steps, 40 pairs" in out
     assert place.log("run") == log
     after = contents(place.path("out"))
