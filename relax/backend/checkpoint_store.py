@@ -97,7 +97,8 @@ class CheckpointStore:
             try:
                 remove_leftovers(self.directory)
             except OSError as error:
-                raise UserError(f"{self.flag} {self.directory}: {error.filename} cannot be removed: {error.strerror}") from error
+                problem = f"{error.filename} cannot be removed: {error.strerror}"
+                raise UserError(f"{self.flag} {self.directory}: {problem}") from error
 
         agree(remove if is_main_rank() else None)
 
