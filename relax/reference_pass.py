@@ -5,6 +5,7 @@ gives equal bits at that epoch's steps. The table's file is rank 0's; every rank
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +47,14 @@ def open_table(engine: Engine, batches: Batches, *, reference_sha256: str, direc
 def fill_table(engine: Engine, batches: Batches, *, steps: range, after_each: Callable[[], None]) -> int:
     """Score with the engine's present weights (the reference's) what `steps` will use and the table lacks; how many pairs.
 
-    `after_each` runs after each step's rows are stored. UserError where a score is not finite.
+    `after_each` runs after each step's rows are stored. UserError where a score is not finite, or the file cannot
+    be written.
     """
     table = batches.table
     assert table is not None
     lacking = batches.order.taken_by(steps) & table.absent
     if not lacking.any():
-        _seal(table)
+        _written(table, table.seal)
         return 0
     scored = 0
     for step in batches.order.first_steps_with(lacking):
@@ -63,22 +65,24 @@ def fill_table(engine: Engine, batches: Batches, *, steps: range, after_each: Ca
                 f"the reference gives pair {indices[~np.isfinite(scores).all(axis=1)][0]} a log-probability that is not "
                 "a finite number: the weights in --ref-load (default: --hf-checkpoint) are damaged or overflow"
             )
-        table.put(indices, scores)
+        _written(table, partial(table.put, indices, scores))
         scored += len(indices)
         after_each()
-    _seal(table)
+    _written(table, table.seal)
     return scored
 
 
-def _seal(table: ReferenceTable) -> None:
-    def seal() -> None:
+def _written(table: ReferenceTable, write: Callable[[], None]) -> None:
+    """Run a write to the table; UserError, on every rank, where the file, which is rank 0's, cannot be written."""
+
+    def work() -> None:
         try:
-            table.seal()
+            write()
         except OSError as error:
             assert table.path
             raise _cannot_write(table.path.parent, error) from None
 
-    agree(seal)
+    agree(work)
 
 
 def _cannot_write(directory: Path, error: OSError) -> UserError:

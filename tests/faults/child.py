@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 CALLS = {"open": "open", "os.rename": "rename", "os.mkdir": "mkdir", "os.rmdir": "rmdir", "os.remove": "remove"}
@@ -67,7 +68,7 @@ class Writes:
         flush = np.memmap.flush
 
         def flushing(array: Any) -> None:
-            self._note("flush", str(array.filename))
+            self._note("flush", mapped_file(array.ctypes.data))
             flush(array)
 
         np.memmap.flush = flushing  # type: ignore[method-assign]  # the child's own library
@@ -98,6 +99,15 @@ class Writes:
             os.kill(os.getpid(), signal.SIGTERM)
         elif fault.kind == "error":
             raise OSError(fault.errno, os.strerror(fault.errno), path)
+
+
+def mapped_file(address: int) -> str:
+    """The file that is mapped to an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.split(maxsplit=5)[5]
+    raise ValueError(f"nothing is mapped to {address:x}")
 
 
 def become_nobody() -> None:
