@@ -28,23 +28,20 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: ModelConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps, self.norm = eps, config.ops.rms_norm
+        self.eps, self.ops = eps, config.ops
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron reads it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class SwiGLU(MegatronModule):
     """x [..., 2 * width], gate before up -> [..., width]."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config=config)
-        self.activate = config.ops.swiglu
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.activate(x)
+        activated: torch.Tensor = self.config.ops.swiglu(x)
+        return activated
 
 
 class PackedAttention(MegatronModule):

@@ -1,7 +1,7 @@
 """A chat template is a program from a file: it runs under bounds, and its clock stands still.
 
 Strategy: `guard` puts bounds around a tokenizer's `apply_chat_template`, so that they hold wherever something is rendered:
-processor time by a timer's signal, memory by the kernel's limit on data, the size of a render by its length. Powers are
+processor time by a timer's signal, memory by the system's limit on data, the size of a render by its length. Powers are
 refused before they are computed, for one of them alone may take hours that no signal ends.
 
 Invariants: a template that loops or makes gigabytes ends in `TemplateOverrun`, which no `except Exception` takes for a
@@ -163,7 +163,7 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _data_size() -> int:
-    """What the kernel counts against RLIMIT_DATA, in bytes."""
+    """What the system counts against RLIMIT_DATA, in bytes."""
     return int(os.pread(_statm(os.getpid()), 256, 0).split()[5]) * resource.getpagesize()
 
 

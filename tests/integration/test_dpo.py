@@ -131,6 +131,8 @@ def test_the_console_tells_the_story_once(bf16: Done) -> None:
         "train: 20 of 20 rows kept",
         "reference, train: 20 pairs scored",
         "reference, eval: 3 pairs scored",
+        "attention: sdpa (variable-length kernels need a GPU)",
+        "elementwise work: ",
         "eval at step 0: loss 0.6931, accuracy 0.500, margin +0.0000",
         "step 1/6: loss 0.6931",
         "step 6/6: ",

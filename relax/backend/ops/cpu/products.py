@@ -3,8 +3,8 @@
 Large fp32 products with a transposed weight, a linear layer's forward, go to oneDNN: on CPUs without AVX512 MKL reaches half to
 nine tenths of its rate there, and as much in the other two. Without AMX or AVX512-BF16 instructions torch's bf16 kernels run
 several times slower than fp32 ones; there the operands are widened, multiplied in fp32 and rounded once, which is what a bf16
-kernel with fp32 accumulation computes. With them, `products_of` makes fp32 products of bf16 values as fast.
-`device.py` puts these in the place of what megatron-core calls.
+kernel with fp32 accumulation computes. With them, `products_of` makes fp32 products of bf16 values as fast. `device.py`
+puts these in the place of what megatron-core calls.
 
 Invariants: a product of bf16 matrices is the fp32 product rounded once; memory that is used again is never kept by autograd.
 """

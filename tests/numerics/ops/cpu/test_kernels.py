@@ -77,6 +77,19 @@ def test_a_norms_weight_gradient_does_not_depend_on_threads(threads: int) -> Non
     assert torch.equal(*found)
 
 
+@pytest.mark.usefixtures("built")
+def test_a_kernel_takes_the_dtypes_that_it_declares_and_no_other() -> None:
+    """It would read past the end of narrower tensors."""
+    total, part = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)
+    compiled.add(total, part)
+    assert torch.equal(total, torch.ones(2, 3))
+    for wrong in ((part, part), (total.double(), part), (total.to("meta"), part)):
+        with pytest.raises(AssertionError, match=r"^add: torch\.\w+ on \w+, not torch\.float32$"):
+            compiled.add(*wrong)
+    with pytest.raises(AssertionError, match="^norm_forward: "):
+        compiled.norm_forward(part, torch.ones(3), 1e-6)
+
+
 def test_they_are_built_once(builds: Callable[[str], Path]) -> None:
     cache = builds('echo "$@" >> "$0.calls"; exec c++ "$@"')
     which, _ = elementwise_work(torch.float32)
