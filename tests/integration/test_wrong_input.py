@@ -74,6 +74,11 @@ def export_over_other_things(place: Workplace) -> Flags:
     return {"save_hf": "thesis"}
 
 
+def greedy_template(place: Workplace) -> Flags:
+    (model(place, "model") / "chat_template.jinja").write_text("{{ 'a' * 10000000000 }}")
+    return {"hf_checkpoint": "model"}
+
+
 def no_config(place: Workplace) -> Flags:
     place.path("model").mkdir()
     return {"hf_checkpoint": "model"}
@@ -176,6 +181,11 @@ CASES: dict[str, tuple[Callable[[Workplace], Flags] | Flags, str, list[str]]] = 
     "no GPU": ({"device": "cuda"}, "--device cuda: torch sees no CUDA device", ["--device cpu"]),
     "save": (save_under_a_file, "--save file/run cannot be a directory: ", ["/file is a file"]),
     "export": (export_over_other_things, "thesis: exists and is not an export of relax", ["another directory"]),
+    "template": (
+        greedy_template,
+        "A plain question and answer: the chat template in model/chat_template.jinja takes more than 2,147,483,648 bytes",
+        [],
+    ),
     "no model": ({"hf_checkpoint": "none"}, f"--hf-checkpoint none is not a directory: {ADVICE}", []),
     "no config": (no_config, f"--hf-checkpoint model has no config.json: {ADVICE}", []),
     "broken config": (broken_config, "--hf-checkpoint: cannot read model/config.json: ", ["line 1 column 16"]),
