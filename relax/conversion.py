@@ -15,7 +15,7 @@ from relax.backend.tensor_files import TensorFiles
 from relax.backend.weight_table import SCORE
 from relax.errors import UserError
 from relax.objectives.base import Head
-from relax.weights import check_vocabulary_rows, find_weights, head_of
+from relax.weights import check_vocabulary_rows, find_weights, head_of, recorded_text
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def _to_hugging_face(args: argparse.Namespace) -> None:
         model.hf_config,
         source=args.hf_checkpoint,
         output=args.save,
-        chat_template=info.run.get("chat_template"),
+        chat_template=recorded_text(info, "chat_template"),
         loss_type=info.run.get("loss_type"),
         step=info.step or None,
     )

@@ -57,6 +57,7 @@ from relax.weights import (
     check_reference,
     check_same_run,
     load_weights,
+    recorded_date,
     reference_identity,
     resume,
 )
@@ -170,8 +171,8 @@ class RunSetup:
 
     def _template_date(self) -> date:
         """The day that templates read from the clock: the first run's, through all that continue it."""
-        saved = self.resumed.run.get("template_date") if self.resumed and not self.args.finetune else None
-        return date.fromisoformat(saved) if saved else date.today()
+        saved = recorded_date(self.resumed) if self.resumed and not self.args.finetune else None
+        return saved or date.today()
 
     def _open_log(self) -> None:
         try:

@@ -7,6 +7,7 @@ layout and file format, recorded in each checkpoint, and required to be the same
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,23 @@ def check_same_run(info: CheckpointInfo, flags: dict[str, Any], *, needs_referen
             f"--load {info.path} was trained against a reference, but this run has none; leave out --dpo-reference-free, or "
             "give --finetune for a new run"
         )
+
+
+def recorded_text(info: CheckpointInfo, name: str) -> str | None:
+    """A text in the checkpoint's record of its run; None where it has none. UserError for anything else."""
+    text = info.run.get(name)
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"{info.path}: relax_run.json has {name} {text!r:.80}, which is no text: the record is damaged")
+    return text
+
+
+def recorded_date(info: CheckpointInfo) -> date | None:
+    """The day that the run's chat template reads from the clock. UserError for what is none."""
+    text = recorded_text(info, "template_date")
+    try:
+        return date.fromisoformat(text) if text else None
+    except ValueError:
+        raise UserError(f"{info.path}: relax_run.json has template_date {text!r:.80}, which is no day: it is damaged") from None
 
 
 def check_data(info: CheckpointInfo, *, fingerprint: str) -> None:
