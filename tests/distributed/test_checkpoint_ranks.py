@@ -19,11 +19,12 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from relax.backend import parallel
+from relax.backend import checkpoint_find, parallel
 from relax.backend.checkpoint import CheckpointStore, find_checkpoint, load_checkpoint, save_checkpoint
 from relax.backend.device import on_device
 from relax.backend.engine import Engine
 from relax.backend.optimizer import OptimizerOptions
+from relax.backend.parallel import all_come
 from relax.backend.state import load_training_state, training_state
 from relax.errors import UserError
 from relax.objectives import OBJECTIVES
@@ -144,6 +145,23 @@ def worker(root: Path) -> dict[str, Any]:
         pass
     got = load_checkpoint(find(root / "background"), {"w": halves(), "step": 0})
     seen["background"] = [got["w"].tolist(), got["step"]]
+
+    if rank == 1:  # only rank 0 looks
+        checkpoint_find._find = None
+    info = find(root / "two")
+    seen["found"] = [str(info.path), info.step, info.run, len(info.contents.metadata.storage_data)]
+    seen["none"] = find(root / "absent")
+    seen["nowhere"] = message(find, root / "file")
+
+    if rank == 0:  # which reads the other file
+        file = root / "background" / "iter_0000001" / "__1_0.distcp"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    dist.barrier()
+    seen["damaged"] = message(load_checkpoint, find(root / "background"), {"w": halves(), "step": 0})
+
+    seen["all come"] = all_come(within_seconds=60)
+    if rank == 0:
+        seen["one comes"] = all_come(within_seconds=0.5)  # the last of all: the group is of no use behind it
     return seen
 
 
@@ -169,8 +187,17 @@ def test_two_ranks(tmp_path: Path):
         [(matrix[:2] + 100).tolist(), 1],
         [(matrix[2:] + 100).tolist(), 1],
     ]
+    # What rank 0 finds is what all find.
+    assert [first.pop("found"), second.pop("found")] == [[f"{tmp_path}/two/iter_0000002", 2, {"head": "lm"}, 3]] * 2
+    assert first.pop("none") is None is second.pop("none")
+    assert [first.pop("all come"), second.pop("all come"), first.pop("one comes")] == [True, True, False]
     # What fails on one rank is the same message on both.
     refused = {
+        "nowhere": f"--load {tmp_path}/file is a file; give a directory of checkpoints",
+        "damaged": (
+            f"--load {tmp_path}/background/iter_0000001 is damaged: its file __1_0.distcp does not hold what was saved (the "
+            "checksum of w differs); no complete checkpoint is before it: restore the file"
+        ),
         "missing": f"--load {tmp_path}/two/iter_0000002 lacks 1 of the tensors asked for: absent",
         "full": (
             f"--save {tmp_path}/two: iter_0000003 cannot be saved: File too large; the former checkpoint, "
