@@ -95,7 +95,7 @@ def test_a_run_leaves_the_files_of_the_contract(bf16: Done) -> None:
     assert {path.name for path in save.iterdir()} == {"latest_checkpointed_iteration.txt", "iter_0000004", "iter_0000006"}
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
     files = {path.name for path in (save / "iter_0000006").iterdir()}
-    small = {"common.pt", "metadata.json", ".metadata", "relax_run.json", "relax_dpo_reference.json"}
+    small = {"common.pt", "metadata.json", ".metadata", "relax_run.json", "relax_dpo_reference.json", "checksums.json"}
     assert files == small | {"__0_0.distcp"}
     common = torch.load(save / "iter_0000006/common.pt", weights_only=True)
     assert common["step"] == 6 and common["scheduler"]["num_steps"] == 6
