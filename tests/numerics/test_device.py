@@ -5,11 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from relax.backend.device import select_device
+from relax.backend.device import collectives_backend, describe, fuses_weight_gradients, select_device, wait_until_sent
 from relax.errors import UserError
 
 
@@ -34,6 +35,19 @@ def test_a_process_takes_the_gpu_of_its_local_rank_and_its_deterministic_kernels
     assert two_gpus == [1]
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_what_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda, waits = torch.device("cpu"), torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: waits.append("all")))
+    assert [collectives_backend(device) for device in (cpu, cuda)] == ["gloo", "nccl"]
+    assert [describe(device) for device in (cpu, cuda)] == [f"cpu, {torch.get_num_threads()} threads", "GPU 0"]
+    assert [fuses_weight_gradients(device) for device in (cpu, cuda)] == [True, False]
+    wait_until_sent(cpu)
+    assert not waits
+    wait_until_sent(cuda)
+    assert waits == ["all"]
 
 
 def test_a_local_rank_without_a_gpu_is_refused(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
