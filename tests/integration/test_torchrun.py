@@ -77,6 +77,19 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(fresh_place: Workpla
     assert timeless(place.log("run")) == timeless(place.log("whole"))
 
 
+def test_two_ranks_finish_a_background_save_behind_an_error(fresh_place: Workplace) -> None:
+    """Both find that step 2 has no number, while both still write their part of step 1."""
+    place, flags = fresh_place, {"lr": 1e30, "clip_grad": 0.0, "save_interval": 1, "async_save": True}
+    flags |= {"save": "out/run", "load": "out/run"}
+    for _ in range(2):  # and the same command goes on from there
+        first, second = (rank.wait() for rank in start_ranks(place, **flags))
+        assert first.error.startswith("step 2: the loss is nan and the gradient norm ")
+        assert (second.code, second.err) == (2, "")
+        left = {path.name for path in place.path("out/run").iterdir()}
+        assert left == {"iter_0000001", "latest_checkpointed_iteration.txt"}
+    assert ", step 1\n" in first.out
+
+
 def test_one_ranks_work_may_take_longer_than_a_collective_operation(fresh_place: Workplace) -> None:
     place = Workplace(fresh_place.server, fresh_place.directory, {})
     ranks = [rank.wait() for rank in start_ranks(place, module="tests.integration.slow_rank")]
