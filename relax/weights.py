@@ -113,11 +113,12 @@ def check_reference(identity: dict[str, Any], info: CheckpointInfo) -> None:
             f"--load {info.path}: no relax_dpo_reference.json there, so its reference is unknown; "
             "start a new run from its weights with --finetune, or resume with --dpo-reference-free if it was trained so"
         )
-    if saved["sha256"] != identity["sha256"]:
+    sha256 = saved.get("sha256", "none")
+    if sha256 != identity["sha256"]:
         tensors = identity["tensors"]
-        changed = [name for name, digest in tensors.items() if saved["tensors"].get(name) != digest]
+        changed = [name for name, digest in tensors.items() if saved.get("tensors", {}).get(name) != digest]
         raise UserError(
-            f"--load {info.path} was trained against the reference {saved['source']} (sha256 {saved['sha256'][:16]}), but "
+            f"--load {info.path} was trained against the reference {saved.get('source', '?')} (sha256 {sha256[:16]}), but "
             f"--ref-load gives {identity['source']} (sha256 {identity['sha256'][:16]}): different weights in {len(changed)} of "
             f"{len(tensors)} tensors, first {changed[0] if changed else '(other names)'}; give the same reference, or "
             "--finetune for a new run"

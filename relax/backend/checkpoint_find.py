@@ -228,14 +228,14 @@ def _inspect(path: Path, *, step: int, flag: str) -> CheckpointInfo:
     check_config(path, config)
     metadata = read_metadata(path, read_small(path, METADATA, checksums))
     sizes = tensor_sizes(metadata)
-    run = _read_json(path, RUN, checksums) or {}
+    run = _read_json(path, RUN, checksums, {"arguments": dict}) or {}
     common = read_common(path, BytesIO(read_small(path, COMMON, checksums))) if run else {}
     _refuse_bytes(path, sizes if run else {})
     return CheckpointInfo(
         path=path,
         step=step,
         run=run,
-        reference=_read_json(path, REFERENCE, checksums),
+        reference=_read_json(path, REFERENCE, checksums, {"sha256": str, "tensors": dict, "source": str}),
         has_optimizer=any(is_optimizer(key) for key in sizes),
         has_rng="rng" in common or any(key.startswith("rng") for key in sizes),
         head=_head(sizes, run),
@@ -269,7 +269,8 @@ def _head(sizes: dict[str, tuple[int, ...] | None], run: dict[str, Any]) -> str 
     return "lm" if output or run.get("head") == "lm" else None
 
 
-def _read_json(path: Path, name: str, checksums: Checksums | None) -> dict[str, Any] | None:
+def _read_json(path: Path, name: str, checksums: Checksums | None, kinds: dict[str, type]) -> dict[str, Any] | None:
+    """A JSON object whose values, where it has them, are of these kinds; None where there is no such file."""
     if not (path / name).exists():
         return None
     try:
@@ -278,4 +279,7 @@ def _read_json(path: Path, name: str, checksums: Checksums | None) -> dict[str, 
         raise Damaged(f"its {name} cannot be read ({error})") from None
     if not isinstance(content, dict):
         raise Damaged(f"its {name} is not a JSON object")
+    for key, kind in kinds.items():
+        if type(content.get(key, kind())) is not kind:
+            raise Damaged(f"its {name} has no {kind.__name__} as {key}")
     return content

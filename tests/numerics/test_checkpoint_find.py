@@ -126,6 +126,7 @@ def test_what_is_missing_makes_a_checkpoint_incomplete(tmp_path: Path, name: str
         ("common.pt", b"", "its common.pt is not what torch.save writes: it is damaged, or made to run code"),
         ("relax_run.json", b"[]", "its relax_run.json is not a JSON object"),
         ("relax_run.json", b"{]", "its relax_run.json cannot be read (Expecting property name"),
+        ("relax_run.json", b'{"arguments": []}', "its relax_run.json has no dict as arguments"),
         ("checksums.json", b"{}", "its checksums.json cannot be read ('algorithm')"),
     ],
 )
