@@ -12,6 +12,7 @@ import contextlib
 import copy
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,9 @@ def _entries(directory: Path) -> set[str]:
 
 
 def _remove(export: Path) -> None:
-    """Remove what an export wrote; what came into it since then stays, and so does its directory."""
-    for file in _entries(export) & (_listed(export) or set()):
+    """Remove what an export wrote, its list last, so that what a kill leaves is still known; what came into it since then
+    stays, and so does its directory."""
+    for file in sorted(_entries(export) & (_listed(export) or set()), key=lambda file: file == LIST):
         (export / file).unlink()
     for directory in sorted((entry for entry in export.rglob("*") if entry.is_dir()), reverse=True):
         with contextlib.suppress(OSError):
@@ -134,6 +136,8 @@ def _replacing(output: Path, *, source: Path) -> Iterator[Path]:
         files = sorted(_entries(aside))
         (aside / LIST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
         _remove(old)
+        if old.exists():  # what is not the export's own lies there, and stays
+            old = Path(tempfile.mkdtemp(prefix=f"{old.name}-", dir=old.parent))
         if target.exists():
             target.rename(old)
         aside.rename(target)

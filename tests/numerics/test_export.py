@@ -242,7 +242,10 @@ def test_what_comes_while_an_export_is_written_is_kept(tmp_path: Path, monkeypat
     monkeypatch.setattr("relax.backend.export.write_tensors", write)
     export(source, output)
     assert not (output / "late").exists()
+    monkeypatch.undo()
+    export(source, output)  # nor is it in the way of the next one
     assert [(file.name, file.read_text()) for file in (tmp_path / ".out.old").iterdir()] == [("late", "mine")]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".out.old", "hf", "out"]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -254,6 +257,31 @@ def test_an_export_killed_between_its_renames_is_taken_back(tmp_path: Path) -> N
     with pytest.raises(ZeroDivisionError), _replacing(output, source=source):
         assert (output / "model.safetensors").is_file()
         raise ZeroDivisionError
+    export(source, output)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["hf", "out"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_kill_while_the_former_export_goes_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former export's list goes last: until then the next export knows what the rest is."""
+    source, output, removed = tmp_path / "hf", tmp_path / "out", []
+    save_tiny(source, "qwen3")
+    export(source, output)
+    files = len(list(output.iterdir()))
+    unlink = Path.unlink
+
+    def kill(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == ".out.old":
+            removed.append(path.name)
+            if len(removed) == files:
+                raise ZeroDivisionError
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", kill)
+    with pytest.raises(ZeroDivisionError):
+        export(source, output)
+    assert removed[-1] == "relax_export.json"
+    monkeypatch.undo()
     export(source, output)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hf", "out"]
 
