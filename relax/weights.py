@@ -217,12 +217,7 @@ def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, 
         if wanted and not present:
             raise UserError(f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune")
     check_vocabulary_rows(engine.hf_config, info)
-    distributed = info.run.get("arguments", {}).get("use_distributed_optimizer", engine.distributed_optimizer)
-    if optimizer and distributed != engine.distributed_optimizer:
-        raise UserError(
-            f"--load {info.path} was saved {'with' if distributed else 'without'} --use-distributed-optimizer, whose state is "
-            "laid out otherwise; resume likewise, or with a fresh optimizer by --no-load-optim"
-        )
-    state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True)
+    distributed = info.run.get("arguments", {}).get("use_distributed_optimizer")
+    state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True, distributed=distributed)
     for change in load_training_state(engine, load_checkpoint(info, state)):
         say(f"the schedule changed: {change}")

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,20 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
             parameter.data = data
 
 
-def optimizer_tensors(engine: Engine) -> dict[tuple[int, int, str], torch.Tensor]:
-    """Copies of the master weights and of everything that AdamW keeps beside them."""
+def optimizer_tensors(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
+    """Copies of the master weights and of everything that AdamW keeps beside them, flat, by the parameter's name: of one kind
+    of optimizer as of the other. One rank only."""
+    names = {p: f"{i} {name}" for i, chunk in enumerate(engine.chunks) for name, p in chunk.named_parameters()}
     tensors = {}
     for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        for g, group in enumerate(part.optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                state = {"main": p.detach(), **part.optimizer.state[p]}
-                tensors |= {(g, i, name): torch.as_tensor(value).clone() for name, value in state.items()}
+        groups = [group["params"] for group in part.optimizer.param_groups]
+        if hasattr(part, "model_param_group_index_map"):  # distributed
+            masters = {p: groups[g][i] for p, (g, i) in part.model_param_group_index_map.items()}
+        else:
+            masters = dict(zip(chain(*getattr(part, "float16_groups", groups)), chain(*groups), strict=True))
+        for p, master in masters.items():
+            state = {"main": master.detach(), **part.optimizer.state[master]}
+            tensors |= {(names[p], kind): torch.as_tensor(value).flatten().clone() for kind, value in state.items()}
     return tensors
 
 
@@ -191,16 +198,12 @@ def train_and_resume(engine: Engine, *, distributed: bool = False, save: Path | 
         batches.append(with_reference(engine, batch) if engine.objective.needs_reference else batch)
     engine.prepare_training(dataclasses.replace(OPTIONS, distributed=distributed, overlap=distributed, clip_grad=1.0))
     if load:
-        info = find_checkpoint(load, step=None, flag="--load")
-        assert info is not None and info.step == SAVED
-        resume(engine, info, optimizer=True, rng=True, say=_unexpected)
+        resume_run(engine, load, step=SAVED)
     results = []
     for step in range(SAVED if load else 0, len(BATCHES)):
         results.append(engine.train_step(batches[step]))
         if save and step + 1 == SAVED:
-            state = training_state(engine, step=SAVED, optimizer=True, rng=True, loading=False)
-            run = {"head": engine.objective.head, "arguments": {"use_distributed_optimizer": distributed}}
-            save_checkpoint(save, step=SAVED, state=state, files={"relax_run.json": run})
+            save_run(engine, save, step=SAVED)
     return {
         "values": [result.values.tolist() for result in results] + [engine.evaluate(batches[-2]).tolist()],
         "norms": [result.grad_norm for result in results],
@@ -208,5 +211,48 @@ def train_and_resume(engine: Engine, *, distributed: bool = False, save: Path | 
     }
 
 
+def save_run(engine: Engine, directory: Path, *, step: int) -> None:
+    """What the engine is after `step`, to resume from."""
+    state = training_state(engine, step=step, optimizer=True, rng=True, loading=False)
+    run = {"head": engine.objective.head, "arguments": {"use_distributed_optimizer": engine.distributed_optimizer}}
+    save_checkpoint(directory, step=step, state=state, files={"relax_run.json": run})
+
+
+def resume_run(engine: Engine, directory: Path, *, step: int) -> None:
+    """Go on from what `save_run` saved, whose schedule is this one."""
+    info = find_checkpoint(directory, step=step, flag="--load")
+    assert info is not None
+    resume(engine, info, optimizer=True, rng=True, say=_unexpected)
+
+
 def _unexpected(text: str) -> None:
     raise AssertionError(text)
+
+
+def save_by_both(build: Callable[[], Engine], directory: Path, *, distributed: bool) -> None:
+    """A step trained by an optimizer that is distributed or not, saved by it in directory/own; and in directory/other by one
+    of the other kind, which resumed that."""
+    for place, kind in (("own", distributed), ("other", not distributed)):
+        engine = build()
+        engine.prepare_training(dataclasses.replace(OPTIONS, distributed=kind, overlap=kind))
+        if place == "own":
+            references = None if engine.objective.head == "scalar" else np.full((9, 2), -30.0)
+            engine.train_step(dataclasses.replace(start_batch(engine, count=9), references=references))
+        else:
+            resume_run(engine, directory / "own", step=1)
+        save_run(engine, directory / place, step=1)
+
+
+def assert_saved_alike(build: Callable[[], Engine], directory: Path) -> None:
+    """What `save_by_both` saved holds the same bits in both places, as one process with either kind of optimizer reads them."""
+    found = []
+    for kind in (False, True):
+        for place in ("own", "other"):
+            engine = build()
+            engine.prepare_training(dataclasses.replace(OPTIONS, distributed=kind))
+            resume_run(engine, directory / place, step=1)
+            found.append({**parameters(engine), **{str(key): value for key, value in optimizer_tensors(engine).items()}})
+    for other in found[1:]:
+        assert_same(other, found[0])
+    moments = [value for key, value in found[0].items() if "exp_avg" in key]
+    assert len(moments) > 10 and all(value.any() for value in moments)

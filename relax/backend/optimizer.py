@@ -52,6 +52,8 @@ def build_optimizer(chunks: list[DistributedDataParallel], options: OptimizerOpt
         chunks,
         use_gloo_process_groups=False,
     )
+    # The norm of all gradients is that of the parts' norms: megatron's distributed ones would take one over all tensors.
+    optimizer.grads_states_parallel_group_is_shared = lambda: False
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if options.distributed:
             part.__class__ = GatheringDistributedOptimizer
@@ -94,17 +96,6 @@ def schedule_changes(saved: dict[str, Any], scheduler: OptimizerParamScheduler) 
     ]
 
 
-HYPER_PARAMETERS = ("lr", "min_lr", "max_lr", "weight_decay", "betas", "eps", "wd_mult", "start_wd", "end_wd")
-
-
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Take moments, master weights and step counts from a checkpoint; keep the flags' hyper-parameters."""
-    kept = [{k: group[k] for k in HYPER_PARAMETERS if k in group} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for group, values in zip(optimizer.param_groups, kept, strict=True):
-        group.update(values)
-
-
 STATES = ("param", "exp_avg", "exp_avg_sq")
 PIECE = 1 << 22  # fp32 values of each rank that are gathered at once
 
@@ -116,6 +107,15 @@ class GatheringDistributedOptimizer(DistributedOptimizer):
     padding: with several buckets (tied embeddings over pipeline stages, gradients reduced in overlap) a checkpoint held shifted
     master weights and moments. It also keeps the whole on every rank, after eight copies.
     """
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        """This rank's shards. A rank alone holds whole parameters, and gives them in the model's order: their gradient norm
+        then has the plain optimizer's bits."""
+        if self.data_parallel_group.size() > 1:
+            return super().get_parameters()
+        places = [self.model_param_group_index_map.get(p) for chunk in self.model_chunks for p in chunk.parameters()]
+        groups = self.optimizer.param_groups
+        return [groups[place[0]]["params"][place[1]] for place in sorted(filter(None, places), key=lambda place: place[0])]
 
     def get_parameter_state_dp_zero(self, *_: Any, empty_data: bool = False, **__: Any) -> dict[Any, Any]:
         """Per buffer, its fp32 states [numel] on the CPU of the first data-parallel rank; with `empty_data` zeros on all."""
@@ -154,6 +154,13 @@ class GatheringDistributedOptimizer(DistributedOptimizer):
                 first = bucket.offset + rank * shard.numel() + start
                 into[first : first + part.numel()] = part
 
+    def _set_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        """Where the weights are their own masters, and loaded already, `tensors` may lack "param"."""
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        for name, tensor in tensors.items():
+            (main if name == "param" else self.optimizer.state[main][name]).copy_(tensor)
+
 
 class TorchAdamDistributedOptimizer(GatheringDistributedOptimizer):
     """megatron's distributed optimizer over torch's AdamW (no Transformer Engine or apex).
@@ -179,13 +186,6 @@ class TorchAdamDistributedOptimizer(GatheringDistributedOptimizer):
         tensors = super()._get_main_param_and_optimizer_states(model_param)
         tensors.pop("step", None)
         return tensors
-
-    def _set_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][order]
-        main.copy_(tensors["param"])
-        for name in ("exp_avg", "exp_avg_sq"):
-            self.optimizer.state[main][name].copy_(tensors[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

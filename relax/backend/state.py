@@ -9,7 +9,8 @@ from megatron.core import parallel_state
 
 from relax.backend.device import on_device
 from relax.backend.engine import Engine
-from relax.backend.optimizer import load_optimizer, schedule_changes
+from relax.backend.optimizer import schedule_changes
+from relax.backend.optimizer_state import ask_as_saved, load_optimizer
 
 
 def model_state(engine: Engine) -> dict[str, Any]:
@@ -26,14 +27,21 @@ def load_model_state(engine: Engine, state: dict[str, Any], *, strict: bool = Tr
             chunk.load_state_dict(state[f"chunk{i}"], strict=strict)
 
 
-def training_state(engine: Engine, *, step: int, optimizer: bool, rng: bool, loading: bool) -> dict[str, Any]:
-    """Everything a resumed run needs, to save or, with `loading`, to load into."""
+def training_state(
+    engine: Engine, *, step: int, optimizer: bool, rng: bool, loading: bool, distributed: bool | None = None
+) -> dict[str, Any]:
+    """Everything a resumed run needs, to save or, with `loading`, to load into.
+
+    distributed: whether the optimizer that saved it was split over data-parallel ranks (None: as this one is).
+    """
     state: dict[str, Any] = {"model": model_state(engine), "step": step}
     if optimizer:
         with on_device(engine.device):
             state["optimizer"] = engine.optimizer.sharded_state_dict(
                 state["model"], is_loading=loading, metadata=sharding_metadata()
             )
+        if distributed not in (None, engine.distributed_optimizer):
+            ask_as_saved(engine.optimizer, state["optimizer"], distributed=distributed)
         state["scheduler"] = engine.scheduler.state_dict()
     if rng:
         state["rng"] = _random_states()

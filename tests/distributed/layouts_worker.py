@@ -7,6 +7,7 @@ One start serves all layouts, since imports cost more than the work.
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from relax.errors import UserError
 from relax.memory import stage_parameters
 from relax.objectives import OBJECTIVES
 from relax.packing import plan_step
-from tests.engines import STANDING, start_batch, train_and_resume, values_at_start, with_reference
+from tests.engines import STANDING, save_by_both, start_batch, train_and_resume, values_at_start, with_reference
 from tests.models import random_pairs
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 
 def main(directory: Path) -> None:
     job = json.loads((directory / "job.json").read_text())
-    saved = {False: directory / "one", True: directory / "one-distributed"}  # the last checkpoints by kind of optimizer
+    saved = directory / "one"  # the checkpoints of the layout before
     for name, values in job["layouts"].items():
         distributed, overrides = values.pop("distributed", False), values.pop("overrides", {})
         layout = parallel.ParallelConfig(**values)
@@ -46,12 +47,16 @@ def main(directory: Path) -> None:
             if path.name in job["trained"]:
                 options = {"seed": job["seed"], "distributed": distributed, "overrides": overrides}
                 results[path.name]["trained"] = train(path, head, layout, save=output / "saved" / path.name, **options)
-                former = saved[distributed] / "saved" / path.name
-                results[path.name]["resumed"] = train(path, head, layout, load=former, **options)
+                results[path.name]["resumed"] = [
+                    train(path, head, layout, load=saved / "saved" / path.name, **{**options, "distributed": kind})
+                    for kind in (False, True)
+                ]
+                build_in_bf16 = partial(filled, path, head, layout, seed=job["seed"], dtype=torch.bfloat16, **overrides)
+                save_by_both(build_in_bf16, output / "bf16" / path.name, distributed=distributed)
                 if head == "lm":
                     for dtype in (torch.float32, torch.bfloat16):
                         results[path.name][f"start, {dtype}"] = at_start(path, layout, dtype=dtype, **options)
-        saved[distributed] = output
+        saved = output
         results["error"] = refused(Path(job["contradiction"]), layout)
         torch.save(results, output / f"rank{dist.get_rank()}.pt")
         parallel_state.destroy_model_parallel()
@@ -69,9 +74,7 @@ def train(
     **places: Path,
 ) -> dict[str, list[Any]]:
     """Steps and a checkpoint among `places`, see `train_and_resume`."""
-    engine = build(model, head, layout, **overrides)
-    with on_device(CPU):
-        load_hf_weights(engine.chunks, model, engine.hf_config, seed=seed)
+    engine = filled(model, head, layout, seed=seed, **overrides)
     return train_and_resume(engine, distributed=distributed, **places)
 
 
@@ -79,12 +82,18 @@ def at_start(
     model: Path, layout: parallel.ParallelConfig, *, dtype: torch.dtype, seed: int, distributed: bool, overrides: dict[str, Any]
 ) -> list[tuple[float, ...]]:
     """Of a policy that is its reference, see `values_at_start`."""
-    engine = build(model, "lm", layout, dtype=dtype, **overrides)
-    with on_device(CPU):
-        load_hf_weights(engine.chunks, model, engine.hf_config, seed=seed)
+    engine = filled(model, "lm", layout, seed=seed, dtype=dtype, **overrides)
     batch = with_reference(engine, start_batch(engine))
     engine.prepare_training(dataclasses.replace(STANDING, distributed=distributed, overlap=distributed))
     return values_at_start(engine, batch)
+
+
+def filled(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int, **options: Any) -> Engine:
+    """`build` with the model's weights."""
+    engine = build(model, head, layout, **options)
+    with on_device(CPU):
+        load_hf_weights(engine.chunks, model, engine.hf_config, seed=seed)
+    return engine
 
 
 def build(

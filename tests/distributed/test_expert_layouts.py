@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,27 @@ import torch
 from megatron.core import parallel_state
 
 from relax.backend import parallel
-from relax.backend.checkpoint import find_checkpoint, save_checkpoint
 from relax.backend.device import on_device
 from relax.backend.engine import Batch, Engine
 from relax.backend.export import export_hf
 from relax.backend.families import read_hf_config
 from relax.backend.parallel import ParallelConfig
-from relax.backend.state import training_state
 from relax.backend.weights import load_hf_weights, weight_hashes
 from relax.objectives import OBJECTIVES
 from relax.packing import StepPlan, plan_step
-from relax.weights import resume
 from tests.engines import (
     OPTIONS,
     STANDING,
     UNMOVED,
     assert_near,
+    assert_saved_alike,
     lengths_of,
     make_batch,
     make_pairs,
     parameters,
+    resume_run,
+    save_by_both,
+    save_run,
     start_batch,
     values_at_start,
     with_reference,
@@ -85,9 +87,7 @@ def run(model: Path, layout: ParallelConfig, plans: Plans, *, distributed: bool,
     first, second = batches_of(engine, plans)
     engine.prepare_training(options(distributed))
     steps = [engine.train_step(first)]
-    state = training_state(engine, step=1, optimizer=True, rng=True, loading=False)
-    files = {"relax_run.json": {"head": engine.objective.head, "arguments": {"use_distributed_optimizer": distributed}}}
-    save_checkpoint(place / "saved", step=1, state=state, files=files)
+    save_run(engine, place / "saved", step=1)
     steps.append(engine.train_step(second))
     return {**found, **outcome(engine, steps)}
 
@@ -97,9 +97,7 @@ def resumed(model: Path, layout: ParallelConfig, plans: Plans, *, distributed: b
     engine = build(model, layout)
     _, second = batches_of(engine, plans)
     engine.prepare_training(options(distributed))
-    info = find_checkpoint(place / "saved", step=1, flag="--load")
-    assert info is not None
-    resume(engine, info, optimizer=True, rng=True, say=pytest.fail)
+    resume_run(engine, place / "saved", step=1)
     return outcome(engine, [engine.train_step(second)])
 
 
@@ -184,7 +182,10 @@ def worker(root: Path, rank: int, size: int) -> None:
             place, one = root / name / model, root / on_one(ranks, name)[0] / model
             common = {"model": root / model, "layout": layout, "plans": None, "distributed": distributed}
             found = run(**common, place=place)
-            found["resumed"] = resumed(**common, place=one)
+            found["resumed"] = [resumed(**{**common, "distributed": kind}, place=one) for kind in (False, True)]
+            if model == "experts":
+                build_in_bf16 = partial(build, root / model, layout, dtype=torch.bfloat16)
+                save_by_both(build_in_bf16, place / "bf16", distributed=distributed)
             if "reward" not in model:
                 for dtype in (torch.float32, torch.bfloat16):
                     found[f"start, {dtype}"] = at_start(root / model, layout, dtype=dtype, distributed=distributed)
@@ -232,15 +233,23 @@ def test_a_layout_changes_nothing(root: Path, ranks: int, name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "name"), LAYOUTS)
 def test_a_run_resumes_on_another_layout(root: Path, ranks: int, name: str) -> None:
-    """From one process to these ranks and back, optimizer included."""
-    _, distributed, models = LAYOUTS[ranks, name]
+    """From one process to these ranks and back, optimizer included, by one that is distributed and one that is not."""
+    models = LAYOUTS[ranks, name][2]
     one, plans = on_one(ranks, name)
     for model in models:
         expected = torch.load(root / one / model / "found.pt")
         expected |= {key: expected[key][1:] for key in NUMBERS}
-        assert_like(torch.load(root / name / model / "rank0.pt")["resumed"], expected)
-        back = resumed(root / model, ParallelConfig(), plans, distributed=distributed, place=root / name / model)
-        assert_like(back, expected)
+        for distributed in (False, True):
+            assert_like(torch.load(root / name / model / "rank0.pt")["resumed"][distributed], expected)
+            back = resumed(root / model, ParallelConfig(), plans, distributed=distributed, place=root / name / model)
+            assert_like(back, expected)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [key for key, (_, _, models) in LAYOUTS.items() if "experts" in models])
+def test_a_change_of_the_optimizers_kind_keeps_its_bits(root: Path, ranks: int, name: str) -> None:
+    """Master weights, moments and steps in bf16."""
+    build_in_bf16 = partial(build, root / "experts", ParallelConfig(), dtype=torch.bfloat16)
+    assert_saved_alike(build_in_bf16, root / name / "experts" / "bf16")
 
 
 def assert_like(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from relax.backend.engine import Engine
 from relax.backend.export import export_hf
 from relax.backend.families import read_hf_config
 from relax.backend.weights import weight_hashes
-from tests.engines import BATCHES, UNMOVED, assert_near, make_engine, train_and_resume
+from tests.engines import BATCHES, UNMOVED, assert_near, assert_saved_alike, make_engine, train_and_resume
 from tests.models import load, random_pairs, save_tiny, scores
 
 pytestmark = pytest.mark.distributed
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).with_name("layouts_worker.py")
 ROOT = Path(__file__).parents[2]
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-LAYOUTS: dict[str, dict[str, Any]] = {  # each resumes what the one before it saved with the same kind of optimizer
+LAYOUTS: dict[str, dict[str, Any]] = {  # each resumes what the one before it saved, with both kinds of optimizer
     "dp2": {},
     "pp2": {"pipeline": 2},
     "tp2": {"tensor": 2},
@@ -56,12 +58,9 @@ def one_process_results(one_process: None, tmp_path_factory: pytest.TempPathFact
         export_hf([model], config, source=root / name, output=root / f"{name} exported")
         pairs = random_pairs(vocab_size=config.vocab_size)
         results[name] = {"hashes": weight_hashes([model], config), "scores": scores(model, pairs)}
-        loss = "dpo" if head_of(name) == "lm" else "rm"
-        for distributed, place in ((True, "one-distributed"), (False, "one")):
-            if name in TRAINED:
-                engine = make_engine(root / name, loss, options=None, seed=5)
-                saved = root / place / "saved" / name
-                results[name]["trained"] = train_and_resume(engine, distributed=distributed, save=saved)
+        if name in TRAINED:
+            engine = unprepared(root / name)
+            results[name]["trained"] = train_and_resume(engine, distributed=True, save=root / "one" / "saved" / name)
     copy = root / "contradiction"
     save_tiny(copy, "llama", num_hidden_layers=4, tie_word_embeddings=True)
     tensors = load_file(copy / "model.safetensors")
@@ -83,8 +82,7 @@ def two_process_results(one_process_results: dict[str, Any], tmp_path_factory: p
     job: dict[str, Any] = {"layouts": LAYOUTS, "models": models, "trained": TRAINED, "seed": 5}
     job["contradiction"] = str(root / "contradiction")
     (directory / "job.json").write_text(json.dumps(job))
-    for place in ("one", "one-distributed"):
-        (directory / place).symlink_to(root / place)
+    (directory / "one").symlink_to(root / "one")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, str(WORKER), str(directory)], env=environment, capture_output=True, text=True, timeout=900)
@@ -123,15 +121,30 @@ def test_training_agrees_with_one_process(one_process_results: dict[str, Any], t
 def test_a_resumed_run_continues_under_any_layout(
     one_process_results: dict[str, Any], two_process_results: Path, layout: str
 ) -> None:
-    """Under this layout from the one before it, the first from one process; in one process from this layout's checkpoint."""
+    """Under this layout from the one before it, the first from one process; in one process from this layout's checkpoint; each
+    time with a distributed optimizer and without, whichever saved it."""
     found = torch.load(two_process_results / layout / "rank0.pt")
     for name in TRAINED:
         expected = one_process_results[name]["trained"]
-        assert_like_one_process(found[name]["resumed"], expected)
-        loss = "dpo" if head_of(name) == "lm" else "rm"
-        engine = make_engine(one_process_results["root"] / name, loss, options=None, seed=5)
-        saved, distributed = two_process_results / layout / "saved" / name, "distributed" in LAYOUTS[layout]
-        assert_like_one_process(train_and_resume(engine, distributed=distributed, load=saved), expected)
+        saved = two_process_results / layout / "saved" / name
+        for distributed in (False, True):
+            assert_like_one_process(found[name]["resumed"][distributed], expected)
+            engine = unprepared(one_process_results["root"] / name)
+            assert_like_one_process(train_and_resume(engine, distributed=distributed, load=saved), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_change_of_the_optimizers_kind_keeps_its_bits(
+    one_process_results: dict[str, Any], two_process_results: Path, layout: str
+) -> None:
+    """Master weights, moments and steps in bf16."""
+    for name in TRAINED:
+        build = partial(unprepared, one_process_results["root"] / name, dtype=torch.bfloat16)
+        assert_saved_alike(build, two_process_results / layout / "bf16" / name)
+
+
+def unprepared(model: Path, **options: Any) -> Engine:
+    return make_engine(model, "dpo" if head_of(model.name) == "lm" else "rm", options=None, seed=5, **options)
 
 
 def assert_like_one_process(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -167,14 +167,6 @@ def test_a_run_against_a_reference_does_not_go_on_without(trained: Workplace) ->
     )
 
 
-def test_optimizer_state_of_the_other_kind_is_refused(trained: Workplace) -> None:
-    message = refuses(trained, load="out/dpo", num_rollout=6, use_distributed_optimizer=True)
-    assert message == (
-        "--load out/dpo/iter_0000004 was saved without --use-distributed-optimizer, whose state is laid out otherwise; resume "
-        "likewise, or with a fresh optimizer by --no-load-optim"
-    )
-
-
 def test_a_new_run_leaves_another_runs_checkpoints_alone(trained: Workplace) -> None:
     for load in ({}, {"load": "out/typo"}):
         message = refuses(trained, save="out/dpo", keep_checkpoints=1, num_rollout=2, **load)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 SIZES = [(7, 5, 9), (12, 1, 4), (1, 6, 6), (20, 3, 1), (4, 8, 2)]
 STEPS, BEFORE = 5, 2
+OBJECTIVE = {"experts": "dpo"}
 SCHEDULE = replace(OPTIONS, decay_style="cosine", warmup_steps=1, min_lr=1e-5, total_steps=STEPS, clip_grad=1.0)
 
 
@@ -28,6 +29,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     save_tiny(root / "dpo", "qwen3", tie_word_embeddings=True)
     save_tiny(root / "rm", "llama", head="scalar")
+    save_tiny(root / "experts", "qwen3_moe")
+    save_tiny(root / "other experts", "qwen3_moe", seed=1)
     save_tiny(root / "other dpo", "qwen3", tie_word_embeddings=True, seed=1)
     save_tiny(root / "other rm", "llama", head="scalar", seed=1)
     return {path.name: path for path in root.iterdir()}
@@ -51,11 +54,13 @@ def save(engine: Engine, directory: Path, *, optimizer: bool = True, rng: bool =
         store.finish_pending(blocking=True)
 
 
-def restore(engine: Engine, directory: Path, *, optimizer: bool = True, rng: bool = True) -> list[str]:
-    """Load the checkpoint into a fresh engine; what changed of the schedule."""
+def restore(
+    engine: Engine, directory: Path, *, optimizer: bool = True, rng: bool = True, saved: bool | None = None
+) -> list[str]:
+    """Load the checkpoint into a fresh engine; what changed of the schedule. saved: whether its optimizer was distributed."""
     info = find_checkpoint(directory, step=None, flag="--load")
     assert info is not None and info.step == BEFORE
-    state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True)
+    state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True, distributed=saved)
     return load_training_state(engine, load_checkpoint(info, state))
 
 
@@ -69,16 +74,16 @@ def numbers(results: Sequence[StepResult]) -> list[Any]:
     return [(result.values.tolist(), result.grad_norm, result.lr) for result in results]
 
 
-def variants() -> list[tuple[str, torch.dtype, bool]]:
-    return [(loss, d, o) for loss in ("dpo", "rm") for d in (torch.float32, torch.bfloat16) for o in (False, True)]
-
-
-@pytest.mark.parametrize(("loss", "dtype", "distributed"), variants())
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", ["dpo", "rm", "experts"])
 def test_a_resumed_run_continues_bit_for_bit(
-    directories: dict[str, Path], tmp_path: Path, loss: str, dtype: torch.dtype, distributed: bool
+    directories: dict[str, Path], tmp_path: Path, loss: str, dtype: torch.dtype, before: bool, after: bool
 ) -> None:
-    options = replace(SCHEDULE, distributed=distributed)
-    engine = make_engine(directories[loss], loss, dtype=dtype, options=options)
+    """Also where its optimizer is distributed before and not after, or after alone."""
+    options = replace(SCHEDULE, distributed=before, overlap=before)
+    engine = make_engine(directories[loss], OBJECTIVE.get(loss, loss), dtype=dtype, options=options)
     run(engine, range(BEFORE))
     save(engine, tmp_path)
     saved, schedule = everything(engine), engine.scheduler.state_dict()
@@ -86,8 +91,9 @@ def test_a_resumed_run_continues_bit_for_bit(
     assert len({result.lr for result in expected}) == STEPS - BEFORE
 
     # A new process starts from other weights; all of them come from the checkpoint.
-    resumed = make_engine(directories[f"other {loss}"], loss, dtype=dtype, options=options)
-    assert restore(resumed, tmp_path) == []
+    options = replace(SCHEDULE, distributed=after, overlap=after)
+    resumed = make_engine(directories[f"other {loss}"], OBJECTIVE.get(loss, loss), dtype=dtype, options=options)
+    assert restore(resumed, tmp_path, saved=before) == []
     assert_same(everything(resumed), saved)
     assert resumed.scheduler.state_dict() == schedule
     assert numbers(run(resumed, range(BEFORE, STEPS))) == numbers(expected)
