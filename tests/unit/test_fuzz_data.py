@@ -44,7 +44,7 @@ def row(kind: str, number: int) -> dict[str, Any]:
     if kind == "plain":
         return {"prompt": question, "chosen": chosen, "rejected": rejected, "tools": "[]"}
     if kind == "alpaca":
-        past = {"history": [["a", "b"]], "system": "Be brief", "input": "now"}
+        past = {"history": [["a", "b"]], "input": "now"}
         return {"instruction": question, **past, "chosen": chosen, "rejected": rejected}
     if kind == "sharegpt":
         answers = {"chosen": {"from": "gpt", "value": chosen}, "rejected": {"from": "gpt", "value": rejected}}
