@@ -1,7 +1,7 @@
 """kill -9 during a save, at each of its file operations and at random moments, loses nothing that was saved before.
 
-The test runs this file as a script, which forks a process per trial: it is killed by its own audit hook just before its
-k-th file operation, for every k, or by its parent at a random moment. Another one then looks at what is left.
+The test runs this file as a script, which forks a process per trial: it dies just before its k-th write, for every k, or is
+killed by its parent at a random moment. Another one then looks at what is left.
 """
 
 import json
@@ -18,15 +18,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.child import Fault, Writes
+
 pytestmark = pytest.mark.distributed
 TRACKER = "latest_checkpointed_iteration.txt"
-OPERATIONS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove")
 
 
 def test_a_kill_loses_no_saved_checkpoint(tmp_path: Path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
     kills = json.loads(done.stdout)
@@ -86,17 +87,9 @@ def check(directory: Path, expected: set[int], whole: set[int], numbers: int = 6
 
 
 def save_until(operation: int, directory: Path, step: int, keep: int | None) -> None:
-    """Save, but kill this process just before its `operation`-th file operation (counted from 1)."""
-    seen = 0
-
-    def hook(event: str, arguments: tuple) -> None:
-        nonlocal seen
-        writes = event in OPERATIONS and (event != "open" or (arguments[2] & (os.O_WRONLY | os.O_RDWR)))
-        seen += bool(writes)
-        if writes and seen == operation:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
+    """Save, but die just before the `operation`-th write (counted from 1)."""
+    os.chdir(directory)
+    Writes(Fault(trace=os.devnull, kind="kill", at=operation)).listen()
     save(directory, step, keep=keep)
 
 
