@@ -26,7 +26,7 @@ class FirstSignal(SignalException):
     """What torchrun's handler raises in its place: no handler raises another one."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        for kind in STOPS:
+        for kind in (*STOPS, signal.SIGHUP):  # a closed terminal, too, which torchrun hears by default
             signal.signal(kind, lambda number, frame: None)
         super().__init__(*arguments, **options)
 

@@ -9,6 +9,7 @@ Invariants, as under `relax.launch`:
 - SIGTERM, SIGINT and SIGUSR1 to this process reach the ranks within a second: they finish their step, save and end.
 - What ranks print appears here as they print it, and nothing of Ray's own.
 - No rank outlives its worker, and no worker outlives the run.
+- Keys reach the ranks from process to process: Ray keeps and shows a run's runtime environment, so that has paths alone.
 """
 
 import argparse
@@ -33,18 +34,27 @@ from relax.command import STOPS, ignore_stops
 from relax.launch import end, precedence
 
 PASSED_ON = ("PYTHON", "OMP_", "HF_", "WANDB_", "NCCL_", "GLOO_", "TORCH_")  # beginnings of variables that ranks get
+SHOWN = ("PYTHONPATH", "GLOO_SOCKET_IFNAME")  # variables that Ray's workers need, too; whoever sees the dashboard reads them
 GRACE = 3.0  # seconds that the other ranks have to end by themselves, and to say why
 POLL = 0.5  # seconds
 
 
 @ray.remote(num_cpus=0)
 class Board:
-    """What the launcher and the workers tell each other: signals, what ranks print, and how they end."""
+    """What the launcher and the workers tell each other: ranks' variables, signals, what ranks print, and how they end."""
 
     def __init__(self) -> None:
+        self._environment: dict[str, str] = {}
         self._signals: list[int] = []
         self._printed: list[tuple[bool, bytes]] = []
         self._ended: list[tuple[int, int, str]] = []
+
+    def pass_on(self, environment: dict[str, str]) -> None:
+        """Not an argument of the actor itself: those Ray keeps."""
+        self._environment = environment
+
+    def environment(self) -> dict[str, str]:
+        return self._environment
 
     def note(self, number: int) -> None:
         self._signals.append(number)
@@ -79,7 +89,12 @@ def run_rank(config: dict[str, Any]) -> None:
             process = subprocess.Popen(
                 [sys.executable, *config["command"]],
                 cwd=config["directory"],
-                env={**os.environ, "MASTER_PORT": str(port[0]), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+                env={
+                    **os.environ,
+                    **ray.get(board.environment.remote()),
+                    "MASTER_PORT": str(port[0]),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -112,8 +127,10 @@ def main() -> None:
     """Start the workers, pass signals on and output back, and end as the run did."""
     args = _parse()
     environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-    ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": environment})
+    shown = {name: value for name, value in environment.items() if name in SHOWN}
+    ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": shown})
     board = Board.remote()  # type: ignore[attr-defined]  # Ray's decorator adds it
+    ray.get(board.pass_on.remote(environment))
     signals: list[int] = []
     for kind in STOPS:
         signal.signal(kind, lambda number, _: signals.append(number))

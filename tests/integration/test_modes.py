@@ -11,6 +11,8 @@ from tests.integration.command import Workplace, contents
 
 pytestmark = pytest.mark.integration
 
+KEYS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz01234567"}
+
 
 @pytest.fixture(scope="module")
 def trained(place: Workplace, assets: Path) -> Workplace:
@@ -18,8 +20,18 @@ def trained(place: Workplace, assets: Path) -> Workplace:
     place.flags.update(num_rollout=2, eval_prompt_data=assets / "eval.jsonl")
     elsewhere = {"tensorboard_dir": "board", "use_wandb": True, "wandb_mode": "offline", "wandb_project": "tests"}
     profile = {"profile": True, "profile_step_start": 2, "profile_step_end": 3}
-    place.succeed(save="out/run", draws=True, **elsewhere, **profile)
+    place.succeed(save="out/run", save_hf="out/hf", draws=True, environment=KEYS, **elsewhere, **profile)
     return place
+
+
+def test_no_key_is_written_anywhere(trained: Workplace) -> None:
+    """Log, curves, trace, checkpoint with its run's record, export, cache, TensorBoard, W&B."""
+    files = contents(trained.directory)
+    for name in ("out/run/iter_0000002/relax_run.json", "log/run.jsonl", "out/hf/README.md"):
+        assert name in files
+    assert any(name.startswith("log/wandb/offline-run-") for name in files) and any(name.startswith("board/") for name in files)
+    for key, value in KEYS.items():
+        assert [name for name, content in files.items() if value.encode() in content or key.encode() in content] == []
 
 
 def test_every_metric_goes_to_tensorboard(trained: Workplace) -> None:
