@@ -207,7 +207,10 @@ def _add_data(group: Group) -> None:
     )
     group.switch("--no-chat-template", "take prompt and answers as they are, between BOS and end token: rows templated before")
     group.switch("--no-shuffle", "keep the file's order in every epoch")
-    group.switch("--strict-data", "stop at the first bad row, and at pairs in both training and evaluation")
+    group.switch(
+        "--strict-data",
+        "stop at the first bad row, message field that the chat template leaves out, or pair of both training and evaluation",
+    )
     group.directory(
         "--data-cache-dir", "tokenized data and reference tables, reused by later runs", default=Path(".cache/relax")
     )

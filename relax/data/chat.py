@@ -100,6 +100,8 @@ class Chat:
         """What `text`, the render of all `messages`, leaves out of those at `places`; of `plain` ones it has the content."""
         holders: dict[str, list[int]] = defaultdict(list)
         for place in places:
+            if place in plain and len(messages[place]) == 2:  # as most: role and content
+                continue
             for name in _fields(messages[place]):
                 if name != "content" or place not in plain:
                     holders[name].append(place)

@@ -115,10 +115,10 @@ def _format_of(row: Row, columns: Columns) -> str | None:
 
 
 def _begins_with_answer(messages: list[Any], columns: Columns) -> bool:
-    """Messages that follow a prompt, where a whole conversation would begin with the system or the user; or no message."""
-    if not messages:
+    """What follows a prompt, where a whole conversation would begin with a message of the system or the user."""
+    if not messages or not isinstance(messages[0], dict):
         return True
-    first = messages[0] if isinstance(messages[0], dict) else {}
+    first = messages[0]
     role = next((value for name, value in first.items() if columns.fields.get(name, name) == "role"), None)
     return isinstance(role, str) and columns.roles.get(role, role) in ("assistant", "tool")
 

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 _FLOAT32_MAX = 3.4e38
 
 REASONS = {
-    "schema": "the row does not have the fields that its file's format needs",
+    "schema": "the row does not hold what its file's format needs, as plain text or messages",
     "prompt_mismatch": "chosen and rejected do not share a prompt",
     "identical": "chosen and rejected are the same answer",
     "post_truncation_identical": "chosen and rejected have the same token ids after truncation",

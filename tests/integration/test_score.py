@@ -108,6 +108,27 @@ def test_a_policys_scores_are_those_of_transformers(
         assert line["reward_chosen"] == pytest.approx(0.1 * (line["logps_chosen"] - line["ref_logps_chosen"]), rel=1e-12)
 
 
+def test_rows_templated_before_are_scored_as_they_are(
+    policy: tuple[list[dict[str, Any]], str], place: Workplace, assets: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(assets / "model")
+    rows = []
+    for row in read(assets / "eval.jsonl"):
+        prompt = tokenizer.apply_chat_template(row["chosen"][:-1], tokenize=False, add_generation_prompt=True)
+        sides = {side: tokenizer.apply_chat_template(row[side], tokenize=False) for side in ("chosen", "rejected")}
+        rows.append({"prompt": prompt, **{side: text.removeprefix(prompt) for side, text in sides.items()}})
+    flags = {
+        "hf_checkpoint": assets / "model",
+        "load": "out/run",
+        "ref_load": assets / "model",
+        "prompt_data": write(place.path("templated.jsonl"), rows),
+    }
+    error = score(place, output="refused.jsonl", **flags).error
+    assert "No pair is left" in error and "which the chat template writes itself" in error and "--no-chat-template" in error
+    lines, _ = scored(place, "templated-scores.jsonl", no_chat_template=True, **flags)
+    assert lines == policy[0]
+
+
 def test_without_a_reference_and_on_two_ranks(policy: tuple[list[dict[str, Any]], str], place: Workplace, assets: Path) -> None:
     flags: Flags = {
         **SHARED,

@@ -358,6 +358,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused_in_every_format(tmp_pa
         {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"},
         {"prompt": "a", "chosen": "", "rejected": "b"},
         {"prompt": "a", "chosen": [], "rejected": [assistant("b")]},
+        {"prompt": [user("a")], "chosen": [], "rejected": "b"},
     ],
 )
 def test_a_side_without_an_answer_is_an_empty_completion(tmp_path: Path, tokenizers: Path, row: Any):
