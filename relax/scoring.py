@@ -176,7 +176,7 @@ def _write(output: Path, lines: list[Line], objective: Objective, values: np.nda
                 if not line.dropped:
                     scores, right = next(numbers)
                     found = {**dict(zip(names, scores, strict=True)), "correct": right}
-                file.write(json.dumps({**line.facts, **found}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({**line.facts, **found}) + "\n")
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
 

@@ -30,7 +30,7 @@ BENCH = [
         ("sky?", "It is blue.", "no", "chat", 8),
         ("same?", "x", "x", "chat", 9),
         ("sea?", "deep", "dry", "chat", 10),
-        ("sea?", "deep", "dry", "math", 11),
+        ("sea?", "deep", "dry", "math", "half \ud800"),  # of a surrogate pair: no UTF-8
     )
 ]
 
@@ -157,7 +157,7 @@ def test_a_reward_model_on_rewardbenchs_rows(place: Workplace, assets: Path) -> 
     save_tiny(place.path("rm"), "llama", head="scalar")
     write(place.path("bench.jsonl"), BENCH)
     lines, out = scored(place, "rm.jsonl", hf_checkpoint="rm", prompt_data="bench.jsonl")
-    assert [line["id"] for line in lines] == [7, 8, 9, 10, 11] and [line["row"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["id"] for line in lines] == [row["id"] for row in BENCH] and [line["row"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[2] == {"row": 3, "id": 9, "subset": "chat", "dropped": "identical"}
     kept = [line for line in lines if "dropped" not in line]
     assert all(

@@ -379,3 +379,25 @@ def test_unused_columns_are_counted_by_row(tmp_path: Path, tokenizers: Path):
     data = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizers / "chatml")
     assert data.report.unused_columns == {"query": 1, "note": 1}  # the query of row 2: messages take none
     assert [prompt.count("S<|im_end|>") for prompt, _, _ in texts(data, tokenizers / "chatml")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "detail"),
+    [
+        ({"tools": "[" * 50_000}, "tools is not valid JSON"),
+        ({"tools": "[" * 200 + "]" * 200}, "tools is not valid JSON"),
+        ({"chat_template_kwargs": '{"a": ' + "9" * 5000 + "}"}, "chat_template_kwargs is not valid JSON"),
+        ({"margin": 10**4000}, "margin is 1000"),
+        ({"chosen": [user("Q"), {"role": "\ud800", "content": "x"}]}, "chosen ends with role '\\ud800', not assistant"),
+        ({"chosen": '[{"role": "user", "content": ' + "[" * 5000}, "chosen holds messages as text that is not JSON"),
+    ],
+)
+def test_no_row_is_too_odd_to_be_counted(tmp_path: Path, tokenizers: Path, row: dict[str, Any], detail: str):
+    """Depth, digits and halves of surrogate pairs: in a value, and in the name of a column that nothing uses."""
+    rows = [{**chat_row("Q", "A", "B"), **row}, chat_row("Q1", "A", "B"), {**chat_row("Q2", "A", "B"), "\ud800": 1}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    report = load(path, tokenizers / "qwen3").report
+    assert detail in report.rejected["schema"].details[0] and report.rows_kept == 2
+    assert report.unused_columns["\\ud800"] == 1
+    assert (report.table() + json.dumps(report.to_json(), ensure_ascii=False)).encode()

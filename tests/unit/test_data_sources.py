@@ -125,6 +125,14 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str, content
         scan_file(tmp_path / name, options=DataOptions())
 
 
+def test_a_column_whose_name_is_no_text_is_an_error(tmp_path: Path):
+    write_arrow(tmp_path / "a.arrow", [{**row, "longname": 1} for row in ROWS], stream=True)
+    content = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "a.arrow").write_bytes(content.replace(b"longname", b"long\xffame"))
+    with pytest.raises(UserError, match=r"a\.arrow: not UTF-8 text"):
+        scan_file(tmp_path / "a.arrow", options=DataOptions())
+
+
 def test_a_broken_saved_dataset_is_an_error(tmp_path: Path):
     (tmp_path / "saved").mkdir()
     for name in ("state.json", "dataset_info.json"):
