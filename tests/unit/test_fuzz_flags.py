@@ -58,6 +58,7 @@ JSONS = (
     "9" * 5_000, '{"a": NaN}', '{"a": 1e999}', '{"\\ud800": "x"}', '{"enable_thinking": false}', "{'a': 1}", "",
     '{"a": "b", "a": "c"}', '{"chat_template": 1}', '{"tokenize": true}', '{"a": 1' + "0" * 5_000 + "}",
 )  # fmt: skip
+ENDS = ("help", "explain_loss")  # print and end
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +103,7 @@ def values(action: argparse.Action, generator: random.Random) -> list[str]:
 def command_lines(parser: Parser, start: list[str], *, count: int, seed: int) -> list[list[str]]:
     """`start` and up to eight flags behind it."""
     generator = random.Random(seed)
-    actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    actions = [action for action in parser._actions if action.option_strings and action.dest not in ENDS]
     lines = []
     for _ in range(count):
         line = list(start)
