@@ -6,6 +6,9 @@
     DIRECTORY/.iter_0000050.tmp/                  being written or being deleted: never read, removed by the next save
     DIRECTORY/.iter_0000050.old/                  the former iter_0000050 while a new one takes its name
 
+The hidden names are the same for every process, so that the next save finds what another left: one process at a time saves
+into a directory (`CheckpointStore.claim`; on a network file system the claim holds among the processes of one machine).
+
 Invariant: whatever moment a process dies at, every step saved before is still there whole, as `iter_*`, or as
 `.iter_*.old` where a replacement was cut short between its two renames.
 """
