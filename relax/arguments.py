@@ -24,8 +24,6 @@ from relax.objectives import OBJECTIVES
 from relax.places import real
 from relax.validation import check_combinations, check_files, read_model_config
 
-DEFAULT_LR = {"lm": 5e-7, "scalar": 1e-5}  # by the head that the loss trains
-
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags as a namespace of plain values, directories as `Path`, data paths as strings.
@@ -92,7 +90,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
         if getattr(args, dest) is None:
             setattr(args, dest, value)
 
-    default("lr", DEFAULT_LR[OBJECTIVES[args.loss_type].head])
+    default("lr", OBJECTIVES[args.loss_type].default_lr)
     default("min_lr", 0.0)
     if args.min_lr > args.lr:
         raise UserError(f"--min-lr {args.min_lr:g} must not be above --lr {args.lr:g}")

@@ -72,9 +72,12 @@ def _flag(name: str, field: str) -> str:
 def explain(objective: Objective) -> str:
     """What the objective is, in its own words, and its loss at the first step."""
     now, later = (_first_loss(objective, nats_per_token=nats) for nats in (-2.0, -1.0))
-    known = f"{now:.9g}" if now == later else f"{now:.9g} at -2 nats a token, {later:.9g} at -1, for 5 and 10 tokens"
-    first = "where policy and reference are equal" if objective.needs_reference else "at equal scores"
-    return f"{objective.explain()}\n  a step's loss is the mean over the pairs of its global batch\n  {first}: {known}"
+    known = f"{now:.9g}" if now == later else f"{now:.9g} at -2 nats a token, {later:.9g} at -1, over 5 and 10 tokens"
+    equal = "policy equal to its reference" if objective.needs_reference else "completions equally likely, or equal rewards"
+    values = {field.name: getattr(objective, field.name) for field in _fields(type(objective))}
+    settings = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+    lines = [objective.explain(), f"  {settings}"] if settings else [objective.explain()]
+    return "\n".join([*lines, "  a step's loss is the mean over the pairs of its global batch", f"  {equal}: {known}"])
 
 
 def _first_loss(objective: Objective, *, nats_per_token: float) -> float:
@@ -83,7 +86,9 @@ def _first_loss(objective: Objective, *, nats_per_token: float) -> float:
     lengths = torch.tensor([5.0, 10.0], dtype=torch.float64)
     values = lengths * nats_per_token if objective.head == "lm" else torch.zeros(2, dtype=torch.float64)
     columns = {name: torch.ones(1, dtype=torch.float64) for name in objective.requires}
-    scores = Scores(values, lengths, torch.zeros(2, dtype=torch.int64), reference=values, columns=columns)
+    scores = Scores(
+        values, lengths, torch.zeros(2, dtype=torch.int64), reference=values, columns=columns, state=objective.initial_state
+    )
     return objective(scores)[0].item()
 
 

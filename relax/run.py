@@ -107,6 +107,7 @@ class Run(RunSetup):
                 "template_date": self.date.isoformat(),
                 "chat_template": self.chat_template,
                 "arguments": self.flags(),
+                "objective_state": dict(self.engine.objective_state),
                 "versions": versions(),
             }
             files = {"relax_run.json": record}

@@ -217,6 +217,8 @@ def resume(engine: Engine, info: CheckpointInfo, *, optimizer: bool, rng: bool, 
         if wanted and not present:
             raise UserError(f"--load {info.path} has no {what}; resume without it by {flag}, or start anew with --finetune")
     check_vocabulary_rows(engine.hf_config, info)
+    kept = info.run.get("objective_state", {})
+    engine.objective_state = {name: kept.get(name, value) for name, value in engine.objective.initial_state.items()}
     distributed = info.run.get("arguments", {}).get("use_distributed_optimizer")
     state = training_state(engine, step=info.step, optimizer=optimizer, rng=rng, loading=True, distributed=distributed)
     for change in load_training_state(engine, load_checkpoint(info, state)):

@@ -4,6 +4,9 @@ A step is megatron-core's own schedule over this rank's micro-batches in its per
 losses are summed over groups (a pair, or another prompt with its completions) and gradients are divided once by the global
 number of groups, so neither depends on how groups are packed, accumulated or spread over ranks. Values of each group come back
 as one table in the step's order, the same on every rank: metrics are means over its rows, never means of means.
+
+An objective that couples the groups of a batch has the whole step scored first, without gradients. Its loss's gradient with
+respect to each score is then what that score is multiplied by in the training pass, so that no statistic depends on packing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -69,6 +72,17 @@ class StepResult:
     moe_aux_loss: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """An objective over a whole step: metrics [num_groups, metrics]; weights [num_groups, K], the derivative of the summed loss
+    by each score; where a completion is present [num_groups, K]; and what the objective remembers after the step."""
+
+    metrics: np.ndarray
+    weights: np.ndarray
+    present: np.ndarray
+    state: Mapping[str, float]
+
+
 # (positions of a micro-batch's groups, its sequences' scores) -> (loss to minimise, the groups' values [num_groups, width])
 GroupFunction = Callable[[np.ndarray, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -94,6 +108,7 @@ class Engine:
         self.chunks: list[PreferenceModel] = self._build_chunks()
         self.config = self.chunks[0].config
         self.dp_size: int = parallel_state.get_data_parallel_world_size()
+        self.objective_state: Mapping[str, float] = objective.initial_state
         self.distributed_optimizer = False
         self.wrapped: list[DistributedDataParallel] = []
         self.optimizer: Any = None
@@ -161,6 +176,8 @@ class Engine:
 
     def evaluate(self, batch: Batch) -> np.ndarray:
         """The objective's metrics of each group, [num_groups, metrics], without gradients."""
+        if self.objective.coupled:
+            return self._couple(batch).metrics
         return self._run(batch, partial(self._losses, batch), width=len(self.objective.metrics), train=False)
 
     @runs_on_device
@@ -169,7 +186,11 @@ class Engine:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        values = self._run(batch, partial(self._losses, batch), width=len(self.objective.metrics), train=True)
+        coupling = self._couple(batch) if self.objective.coupled else None
+        function = partial(self._weigh, coupling) if coupling else partial(self._losses, batch)
+        values = self._run(batch, function, width=len(self.objective.metrics), train=True)
+        if coupling:
+            self.objective_state = coupling.state
         balance = take_balance(self.chunks, num_groups=len(batch.groups), device=self.device)
         lr = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
@@ -177,20 +198,44 @@ class Engine:
         return StepResult(values=values, grad_norm=float(grad_norm), lr=float(lr), moe_aux_loss=balance)
 
     def _losses(self, batch: Batch, positions: np.ndarray, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, metrics = self.objective(self._scores(batch, positions, scores))
+        return losses.sum(), torch.stack([metrics[metric.name] for metric in self.objective.metrics], 1)
+
+    def _scores(self, batch: Batch, positions: np.ndarray, values: torch.Tensor) -> Scores:
+        """What the objective is given of the groups at `positions`: a few numbers, exact in fp64 beside fp32 scores."""
         lengths = batch.lengths[positions, 1:]
         present = lengths > 0
-        losses, metrics = self.objective(
-            Scores(
-                values=scores.double(),  # a few numbers: the loss is exact beside fp32 scores
-                lengths=self._tensor(lengths[present]).double(),
-                group=self._tensor(np.nonzero(present)[0]),
-                reference=None
-                if batch.references is None
-                else self._tensor(batch.references[positions][present].astype(np.float64)),
-                columns={name: self._tensor(column[positions].astype(np.float64)) for name, column in batch.columns.items()},
-            )
+
+        def numbers(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array.astype(np.float64)).to(values.device)
+
+        return Scores(
+            values=values.double(),
+            lengths=numbers(lengths[present]),
+            group=torch.from_numpy(np.nonzero(present)[0]).to(values.device),
+            reference=None if batch.references is None else numbers(batch.references[positions][present]),
+            columns={name: numbers(column[positions]) for name, column in batch.columns.items()},
+            state=self.objective_state,
         )
-        return losses.sum(), torch.stack([metrics[metric.name] for metric in self.objective.metrics], 1)
+
+    def _couple(self, batch: Batch) -> Coupling:
+        """The objective over all groups of the step, scored without gradients; the same on every rank."""
+        present = batch.lengths[:, 1:] > 0
+        values = torch.from_numpy(self.score(batch)[present])
+        with torch.enable_grad():
+            values.requires_grad_()
+            scores = self._scores(batch, np.arange(len(batch.groups)), values)
+            losses, metrics = self.objective(scores)
+            (gradient,) = torch.autograd.grad(losses.sum(), values)
+        table = torch.stack([metrics[metric.name] for metric in self.objective.metrics], 1)
+        weights = np.zeros(present.shape)
+        weights[present] = gradient.numpy()
+        with torch.no_grad():
+            return Coupling(table.detach().numpy(), weights, present, self.objective.next_state(scores))
+
+    def _weigh(self, coupling: Coupling, positions: np.ndarray, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = coupling.weights[positions][coupling.present[positions]]
+        return (scores.double() * self._tensor(weights)).sum(), self._tensor(coupling.metrics[positions])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -2,8 +2,28 @@
 
 from relax.objectives.base import Metric, Objective, Scores, with_role
 from relax.objectives.dpo import DPO
+from relax.objectives.reference_free import CPO, ORPO, AlphaPO, SimPO
 from relax.objectives.reward_modeling import RewardModel
 
-OBJECTIVES: dict[str, type[Objective]] = {"dpo": DPO, "rm": RewardModel}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "dpo": DPO,
+    "rm": RewardModel,
+    "simpo": SimPO,
+    "alphapo": AlphaPO,
+    "cpo": CPO,
+    "orpo": ORPO,
+}
 
-__all__ = ["DPO", "OBJECTIVES", "Metric", "Objective", "RewardModel", "Scores", "with_role"]
+__all__ = [
+    "CPO",
+    "DPO",
+    "OBJECTIVES",
+    "ORPO",
+    "AlphaPO",
+    "Metric",
+    "Objective",
+    "RewardModel",
+    "Scores",
+    "SimPO",
+    "with_role",
+]

@@ -1,8 +1,10 @@
 """What an objective is: a pure function of one score per sequence, and a declaration of what it needs and what it tells.
 
 The unit is a prompt with its completions, a group: a preference pair is a group of two. Invariants:
-- An objective sees scores, never tokens, batches or ranks: it returns a loss per group, and the engine sums over the groups
+- An objective sees scores, never tokens, packs or ranks: it returns a loss per group, and the engine sums over the groups
   of the global batch and divides once by their number.
+- It sees groups in any portions, unless it is `coupled`: then all groups of the global batch at once, so that no statistic
+  depends on how they are packed.
 - Its metrics are one value per group, declared by `metrics` and in its order, the loss first; what a metric is for, its role
   says, and nothing guesses it from a name.
 - The command line reads the objectives' fields: these modules load torch when a loss is computed, so that `--help` answers
@@ -47,7 +49,7 @@ class Scores:
     lengths [num_sequences]: completion tokens. group [num_sequences]: which group a sequence belongs to, counted from 0.
     reference [num_sequences]: the frozen reference's summed log-probabilities, where the objective needs them.
     columns {name: [num_groups]}: what the objective `reads` of the rows; a name is missing where no row of the data has it.
-    All in fp64.
+    state: what the objective remembers of earlier steps. All tensors but `group` in fp64.
     """
 
     values: Tensor
@@ -55,6 +57,7 @@ class Scores:
     group: Tensor
     reference: Tensor | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, float] = field(default_factory=dict)
 
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values [num_sequences] of groups of two as (chosen, rejected), each [num_groups]."""
@@ -71,6 +74,7 @@ class Objective(ABC):
 
     __slots__ = ()
     head: ClassVar[Head] = "lm"  # a sequence's score: its completion's summed log-probability, or a "scalar" head's reward
+    default_lr: ClassVar[float] = 5e-7  # what --lr is where it is not given
 
     @property
     def needs_reference(self) -> bool:
@@ -86,6 +90,20 @@ class Objective(ABC):
     def requires(self) -> tuple[str, ...]:
         """Those of them that every row must have."""
         return ()
+
+    @property
+    def coupled(self) -> bool:
+        """Whether a group's loss depends on the others of its global batch: it is then called once with all of them."""
+        return False
+
+    @property
+    def initial_state(self) -> Mapping[str, float]:
+        """What it remembers before the first step."""
+        return {}
+
+    def next_state(self, scores: Scores) -> Mapping[str, float]:
+        """What it remembers after a step with these scores, of its whole global batch. Called where it is `coupled`."""
+        return scores.state
 
     @property
     @abstractmethod

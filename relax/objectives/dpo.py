@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
@@ -62,6 +62,16 @@ class DPO(Objective):
     )
     penalty: float | None = field(default=None, metadata={"help": "dpop: weight of a chosen log-prob's fall (default: 5)"})
     length_alpha: float | None = field(default=None, metadata={"help": "rdpo: weight of a token of length (default: 0.01)"})
+    shift: Literal["zero", "running"] | None = field(
+        default=None,
+        metadata={"help": "bco: what rewards are measured from: nothing, or their running mean over all steps (default: zero)"},
+    )
+    momentum: float | None = field(
+        default=None, metadata={"help": "beta_dpo: share of the mean margin that is kept each step (default: 0.9)"}
+    )
+    sensitivity: float | None = field(
+        default=None, metadata={"help": "beta_dpo: how far a batch's margin moves its beta (default: 0.6)"}
+    )
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = field(
         default="reverse_kl",
         metadata={"help": "divergence from the reference, for losses that take a difference of log-ratios"},
@@ -83,6 +93,8 @@ class DPO(Objective):
             ("tau", "above 0", lambda x: x > 0),
             ("offset_alpha", "at least 0", lambda x: x >= 0),
             ("penalty", "at least 0", lambda x: x >= 0),
+            ("momentum", "at least 0 and below 1", lambda x: 0 <= x < 1),
+            ("sensitivity", "at least 0", lambda x: x >= 0),
             ("f_alpha", "a finite number other than 1", lambda x: math.isfinite(x) and x != 1),
         ):
             value = getattr(self, name)
@@ -132,6 +144,26 @@ class DPO(Objective):
         return not self.reference_free
 
     @property
+    def coupled(self) -> bool:
+        """See `Objective.coupled`."""
+        return any(term.coupled(self) for _, term, _ in _parse(self.loss))
+
+    @property
+    def initial_state(self) -> Mapping[str, float]:
+        """See `Objective.initial_state`."""
+        return {key: 0.0 for _, term, _ in _parse(self.loss) if term.coupled(self) for key in term.remembers}
+
+    def next_state(self, scores: Scores) -> Mapping[str, float]:
+        """See `Objective.next_state`."""
+        pairs = self._pairs(scores)
+        return {
+            key: value
+            for _, term, _ in _parse(self.loss)
+            if term.coupled(self) and term.next_state
+            for key, value in term.next_state(pairs, self).items()
+        }
+
+    @property
     def metrics(self) -> tuple[Metric, ...]:
         """See `Objective.metrics`."""
         mix = list(_parse(self.loss))
@@ -141,33 +173,38 @@ class DPO(Objective):
 
     def __call__(self, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
         """The mix's losses, [num_pairs]."""
-        found = dict(zip(("logps_chosen", "logps_rejected"), scores.pairs(scores.values), strict=True))
-        # Implicit rewards of equation 5, without the partition term, which cancels inside a pair. The reference is subtracted
-        # side by side: near-equal log-probabilities then cancel without rounding.
+        pairs, mix = self._pairs(scores), list(_parse(self.loss))
+        parts = {name: term.loss(pairs, self) for name, term, _ in mix}
+        weighted = [parts[name] if weight == 1 else weight * parts[name] for name, _, weight in mix]
+        losses = sum(weighted[1:], weighted[0])
+        found = {"loss": losses, **{f"loss_{name}": part for name, part in parts.items()}}
+        found |= {"logps_chosen": pairs.chosen, "logps_rejected": pairs.rejected, FELL.name: (pairs.u < 0).to(losses.dtype)}
+        if scores.reference is not None:
+            found |= zip(("ref_logps_chosen", "ref_logps_rejected"), scores.pairs(scores.reference), strict=True)
+        # Implicit rewards of equation 5, without the partition term, which cancels inside a pair.
+        assert self.beta is not None
+        per_token = next(term for _, term, _ in mix if "beta" in term.defaults).mean
+        chosen = self.beta * (pairs.u / pairs.chosen_tokens if per_token else pairs.u)
+        rejected = self.beta * (pairs.v / pairs.rejected_tokens if per_token else pairs.v)
+        found |= {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        found |= accuracies(chosen, rejected)
+        return losses, {metric.name: found[metric.name] for metric in self.metrics}
+
+    def _pairs(self, scores: Scores) -> Pairs:
+        # The reference is subtracted side by side: near-equal log-probabilities then cancel without rounding.
         ratios = scores.values
         if self.needs_reference:
             if scores.reference is None:
                 raise ValueError("DPO with a reference needs the reference's scores")
             ratios = scores.values - scores.reference
-            found |= zip(("ref_logps_chosen", "ref_logps_rejected"), scores.pairs(scores.reference), strict=True)
         ratios = F_DIVERGENCES[self.f_divergence](ratios, self.f_alpha or 0.0)
-        pairs = Pairs(
+        return Pairs(
             *scores.pairs(ratios),
             *scores.pairs(scores.values),
             *scores.pairs(scores.lengths),
             margin=scores.columns.get("margin"),
+            state=scores.state,
         )
-        mix = list(_parse(self.loss))
-        parts = {name: term.loss(pairs, self) for name, term, _ in mix}
-        weighted = [parts[name] if weight == 1 else weight * parts[name] for name, _, weight in mix]
-        losses = weighted[0] if len(weighted) == 1 else sum(weighted[1:], weighted[0])
-        main = next(term for _, term, _ in mix if "beta" in term.defaults)
-        assert self.beta is not None
-        chosen, rejected = scores.pairs(self.beta * (ratios / scores.lengths if main.mean else ratios))
-        found |= {f"loss_{name}": part for name, part in parts.items()}
-        found |= {"loss": losses, "reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
-        found |= {FELL.name: (pairs.u < 0).to(losses.dtype), **accuracies(chosen, rejected)}
-        return losses, {metric.name: found[metric.name] for metric in self.metrics}
 
     def explain(self) -> str:
         """Formula, source and reduction of each term, and what the loss is before the first step."""

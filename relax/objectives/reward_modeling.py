@@ -23,6 +23,7 @@ class RewardModel(Objective):
     """-log s(chosen - rejected - margin): Bradley and Terry 1952, on rewards; margins as in Llama 2 (Touvron 2023), eq. 2."""
 
     head: ClassVar[Head] = "scalar"
+    default_lr: ClassVar[float] = 1e-5
     reads: ClassVar[tuple[str, ...]] = ("margin",)
     metrics: ClassVar[tuple[Metric, ...]] = (
         LOSS,

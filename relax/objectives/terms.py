@@ -2,7 +2,7 @@
 
 A term maps a pair's log-ratios to a loss. Write u and v for the log-ratios of chosen and rejected, policy over reference, in
 nats; h = u - v; n_c and n_r for the completions' tokens; s for the logistic function. Invariants:
-- A term is a function of one pair: it does not know its batch.
+- A term is a function of one pair, unless it is coupled: then of all pairs of the global batch, which it is given at once.
 - It is finite, with finite gradients, for |u|, |v| up to 1e4.
 - What it reads of the hyper-parameters, its record says, with the value that it has where none is given.
 """
@@ -22,8 +22,8 @@ FAR = 80.0  # exponents are kept within this: exp(80) is 5.5e34
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Some pairs, each tensor [num_pairs]: log-ratios u and v, the policy's summed log-probabilities, completion tokens, and
-    the row's margin where the data have one."""
+    """Some pairs, each tensor [num_pairs]: log-ratios u and v, the policy's summed log-probabilities, completion tokens, the
+    row's margin where the data have one; and what coupled terms remember of earlier steps."""
 
     u: Tensor
     v: Tensor
@@ -32,6 +32,7 @@ class Pairs:
     chosen_tokens: Tensor
     rejected_tokens: Tensor
     margin: Tensor | None = None
+    state: Mapping[str, float] = field(default_factory=dict)
 
     def z(self, beta: float) -> Tensor:
         """beta h, as the difference of the two rewards."""
@@ -48,6 +49,8 @@ class Term:
     """loss(pairs, settings) -> [num_pairs]; defaults: the hyper-parameters that it reads, with their values; reads: columns.
 
     difference: it takes log-ratios only through h, so that f'(ratio) may take their place. mean: its rewards are per token.
+    coupled(settings): whether it must see the whole global batch. remembers: names of what it keeps from step to step, 0 at
+    first, and next_state(pairs, settings): their values after a step.
     """
 
     loss: Callable[[Pairs, Any], Tensor]
@@ -57,6 +60,9 @@ class Term:
     reads: tuple[str, ...] = ()
     difference: bool = False
     mean: bool = False
+    coupled: Callable[[Any], bool] = lambda settings: False
+    remembers: tuple[str, ...] = ()
+    next_state: Callable[[Pairs, Any], dict[str, float]] | None = None
 
 
 def _logsigmoid(x: Tensor) -> Tensor:
@@ -114,7 +120,43 @@ def _nca(pairs: Pairs, p: Any) -> Tensor:
 
 
 def _bco(pairs: Pairs, p: Any) -> Tensor:
-    return -_logsigmoid(p.beta * pairs.u) - _logsigmoid(-p.beta * pairs.v)
+    shift = _mean_reward(pairs, p)["bco_mean"] if p.shift == "running" else 0.0
+    return -_logsigmoid(p.beta * pairs.u - shift) - _logsigmoid(shift - p.beta * pairs.v)
+
+
+def _mean_reward(pairs: Pairs, p: Any) -> dict[str, float]:
+    """The mean of all rewards up to this step, this one's included, and of how many it is."""
+    rewards = (p.beta * (pairs.u + pairs.v)).detach()
+    count = pairs.state["bco_count"] + 2 * len(rewards)
+    total = pairs.state["bco_mean"] * pairs.state["bco_count"] + float(rewards.sum())
+    return {"bco_mean": total / max(count, 1), "bco_count": count}
+
+
+def _aot(pairs: Pairs, p: Any) -> Tensor:
+    policy, reference = pairs.chosen - pairs.rejected, (pairs.chosen - pairs.u) - (pairs.rejected - pairs.v)
+    return -_logsigmoid(p.beta * (policy - _at_rank_of(policy, reference)))
+
+
+def _aot_unpaired(pairs: Pairs, p: Any) -> Tensor:
+    return -_logsigmoid(p.beta * (pairs.u - _at_rank_of(pairs.u, pairs.v)))
+
+
+def _at_rank_of(values: Tensor, others: Tensor) -> Tensor:
+    """For each of `values` [n] the one of `others` [n] that has its rank; equal values in their order."""
+    order = values.detach().argsort(stable=True)
+    ranked = others[others.detach().argsort(stable=True)]
+    return ranked[order.argsort()]
+
+
+def _beta_dpo(pairs: Pairs, p: Any) -> Tensor:
+    shift = float(pairs.z(p.beta).detach().mean()) - pairs.state["margin_mean"] if len(pairs.u) else 0.0
+    beta = p.beta * max(1 + p.sensitivity * shift, 1e-3)
+    return -_logsigmoid(pairs.z(beta))
+
+
+def _mean_margin(pairs: Pairs, p: Any) -> dict[str, float]:
+    now = float(pairs.z(p.beta).detach().mean())
+    return {"margin_mean": p.momentum * pairs.state["margin_mean"] + (1 - p.momentum) * now}
 
 
 def _sppo_hard(pairs: Pairs, p: Any) -> Tensor:
@@ -201,7 +243,38 @@ TERMS = {  # by name; sources by their first author and arXiv number
         "Chen 2024 (NCA, 2402.05369), for pairs",
         {"beta": 0.01},
     ),
-    "bco": Term(_bco, "-log s(beta u) - log s(-beta v)", "Jung 2024 (BCO, 2404.04656), shift delta 0", {"beta": 0.01}),
+    "bco": Term(
+        _bco,
+        "-log s(beta u - delta) - log s(delta - beta v), delta 0 or the running mean of all rewards",
+        "Jung 2024 (BCO, 2404.04656)",
+        {"beta": 0.01, "shift": "zero"},
+        coupled=lambda settings: settings.shift == "running",
+        remembers=("bco_mean", "bco_count"),
+        next_state=_mean_reward,
+    ),
+    "aot": Term(
+        _aot,
+        "-log s(beta (d - d')), d = log pi(chosen) - log pi(rejected) and d' the reference's at the same rank in the batch",
+        "Melnyk 2024 (AOT, 2406.05882), paired",
+        {"beta": 0.01},
+        coupled=lambda settings: True,
+    ),
+    "aot_unpaired": Term(
+        _aot_unpaired,
+        "-log s(beta (u - v')), v' at u's rank in the batch",
+        "Melnyk 2024 (AOT, 2406.05882), unpaired",
+        {"beta": 0.01},
+        coupled=lambda settings: True,
+    ),
+    "beta_dpo": Term(
+        _beta_dpo,
+        "-log s(b h), b = beta (1 + sensitivity (mean(beta h) - its running mean))",
+        "Wu 2024 (beta-DPO, 2407.08639), batch level, without its filter of rows",
+        {"beta": 0.1, "momentum": 0.9, "sensitivity": 0.6},
+        coupled=lambda settings: True,
+        remembers=("margin_mean",),
+        next_state=_mean_margin,
+    ),
     "sppo_hard": Term(
         _sppo_hard, "(u - 1/(2 beta))^2 + (v + 1/(2 beta))^2", "Wu 2024 (SPPO, 2405.00675), hard labels", {"beta": 0.001}
     ),

@@ -14,7 +14,7 @@ from relax import arguments, loss_flags
 from relax.arguments import build_parser, parse_args
 from relax.errors import UserError
 from relax.loss_flags import build_objective
-from relax.objectives import DPO, RewardModel
+from relax.objectives import DPO, Objective, RewardModel
 
 MODEL = {
     "num_attention_heads": 4,
@@ -210,15 +210,18 @@ def test_another_losss_flag_is_an_error():
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Toy:
+class Toy(Objective):
     """A loss with every kind of hyper-parameter."""
 
-    head = "lm"
+    metrics = ()
     label_smoothing: float = dataclasses.field(default=0.25, metadata={"help": "share of flipped labels"})
     steps: int = dataclasses.field(default=2, metadata={"help": "how many"})
     kind: Literal["a", "b"] = dataclasses.field(default="a", metadata={"help": "which"})
     title: str = dataclasses.field(default="t", metadata={"help": "what"})
     averaged: bool = dataclasses.field(default=True, metadata={"help": "mean over tokens"})
+
+    def __call__(self, scores):
+        return scores.values, {}
 
     def __post_init__(self):
         if not 0 <= self.label_smoothing < 0.5:

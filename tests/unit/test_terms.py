@@ -4,6 +4,7 @@ The vectors are of three pairs: policy log-probs (-10, -20), (-10, -20), (-30, -
 (-25, -15), so that u - v is 0, 4, -8.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ def vector(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+ZERO_STATE = {"bco_mean": 0.0, "bco_count": 0.0, "margin_mean": 0.0}
 VALUES = vector(-10, -20, -10, -20, -30, -12)
 SCORES = Scores(
     values=VALUES,
@@ -26,6 +28,7 @@ SCORES = Scores(
     group=torch.tensor([0, 0, 1, 1, 2, 2]),
     reference=vector(-10, -20, -12, -18, -25, -15),
     columns={"margin": vector(1, 1, 1)},
+    state={"bco_mean": 0.0, "bco_count": 0.0, "margin_mean": 0.2},
 )
 LN2 = math.log(2)
 KNOWN: dict[str, tuple[dict[str, Any], tuple[float, float, float]]] = {
@@ -46,6 +49,9 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[float, float, float]]] = {
     "odpo": ({"offset": "identity"}, (1.313261688, 1.037487950, 1.952977611)),
     "dpop": ({}, (0.693147181, 0.513015252, 3.336219259)),
     "rdpo": ({}, (0.718459648, 0.533382155, 1.063496510)),
+    "aot": ({"beta": 0.1}, (0.513015252, 0.693147181, 1.171100666)),
+    "aot_unpaired": ({"beta": 0.1}, (0.693147181, 0.744396660, 0.854355244)),
+    "beta_dpo": ({}, (0.693147181, 0.545892937, 1.063496510)),
     "wpo": ({"beta": 0.1}, tuple(math.exp(-n) * x for n, x in ((4, LN2), (4, 0.5130152524), (4.5, 1.1711006659)))),
 }
 
@@ -112,7 +118,7 @@ def test_far_from_the_reference_losses_and_gradients_are_finite(name: str, dtype
         policy = values.clone().requires_grad_()
         group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
         margin = torch.tensor([1e4, 1e-4, 1.0, 0.0], dtype=dtype)
-        losses, _ = DPO(loss=name)(Scores(policy, torch.full_like(far, 3), group, reference, columns={"margin": margin}))
+        losses, _ = DPO(loss=name)(Scores(policy, torch.full_like(far, 3), group, reference, {"margin": margin}, ZERO_STATE))
         (gradient,) = torch.autograd.grad(losses.sum(), policy)
         assert losses.isfinite().all() and gradient.isfinite().all(), (losses, gradient)
 
@@ -124,6 +130,34 @@ def test_a_divergence_is_finite_far_from_the_reference(divergence: Any) -> None:
     losses, _ = DPO(f_divergence=divergence)(scores)
     (gradient,) = torch.autograd.grad(losses.sum(), policy)
     assert losses.isfinite().all() and gradient.isfinite().all()
+
+
+def test_bco_measures_rewards_from_their_running_mean() -> None:
+    """Rewards of the three pairs at beta 0.1: 0, 0; 0.2, -0.2; -0.5, 0.3. The mean counts this step's, and earlier steps'."""
+    objective = DPO(loss="bco", beta=0.1, shift="running")
+    assert objective.coupled and not DPO(loss="bco").coupled and objective.initial_state == {"bco_mean": 0, "bco_count": 0}
+    for state, delta in (({"bco_mean": 0.0, "bco_count": 0.0}, -0.2 / 6), ({"bco_mean": 1.0, "bco_count": 4.0}, 3.8 / 10)):
+        scores = dataclasses.replace(SCORES, state=state)
+        losses, _ = objective(scores)
+        for loss, chosen, rejected in zip(losses.tolist(), (0, 0.2, -0.5), (0, -0.2, 0.3), strict=True):
+            expected = math.log1p(math.exp(delta - chosen)) + math.log1p(math.exp(rejected - delta))
+            assert loss == pytest.approx(expected, rel=1e-12)
+        assert objective.next_state(scores) == pytest.approx({"bco_mean": delta, "bco_count": state["bco_count"] + 6})
+
+
+def test_beta_dpo_remembers_the_mean_margin() -> None:
+    objective = DPO(loss="beta_dpo")
+    assert objective.coupled and objective.initial_state == {"margin_mean": 0}
+    assert objective.next_state(SCORES) == pytest.approx({"margin_mean": 0.9 * 0.2 + 0.1 * -0.4 / 3})
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+def test_sorting_gives_each_pair_its_own_rank(name: str) -> None:
+    """In any order of the batch a pair has the same loss."""
+    order = torch.tensor([2, 0, 1])
+    at = (2 * order[:, None] + torch.arange(2)).flatten()
+    moved = dataclasses.replace(SCORES, values=VALUES[at], lengths=SCORES.lengths[at], reference=SCORES.reference[at])
+    assert torch.equal(DPO(loss=name)(moved)[0], DPO(loss=name)(SCORES)[0][order])
 
 
 def test_fixed_points() -> None:
@@ -148,6 +182,7 @@ def test_swapping_the_completions_flips_every_margin() -> None:
         group=SCORES.group,
         reference=None if SCORES.reference is None else SCORES.reference.view(-1, 2).flip(1).flatten(),
         columns=SCORES.columns,
+        state=SCORES.state,
     )
     for name, term in TERMS.items():
         if "beta" in term.defaults:
