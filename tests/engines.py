@@ -18,7 +18,7 @@ from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig
 from relax.backend.state import training_state
 from relax.backend.weights import hf_tensors, load_hf_weights
-from relax.objectives import OBJECTIVES, Objective
+from relax.objectives import DPO, OBJECTIVES, Objective
 from relax.packing import StepPlan, plan_step
 from relax.weights import resume
 from tests.models import VOCABULARY, TokenPair
@@ -176,6 +176,8 @@ def column(engine: Engine, values: np.ndarray, name: str) -> np.ndarray:
     return values[:, [metric.name for metric in engine.objective.metrics].index(name)]
 
 
+# Each of its terms depends on the whole global batch, two of them on the steps before.
+COUPLED = DPO(loss="aot,aot_unpaired,bco,beta_dpo", beta=0.1, shift="running")
 SIZES = [(9, 5, 8), (4, 11, 3), (12, 2, 6), (7, 7, 1), (3, 4, 9), (6, 3, 5), (8, 6, 2), (2, 9, 4)]
 BATCHES = ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4), (5,), (6, 7))  # pairs of a step: an odd number, fewer than ranks, a last few
 SAVED = 2  # the step after which runs save and resume
@@ -209,6 +211,17 @@ def train_and_resume(engine: Engine, *, distributed: bool = False, save: Path | 
         "norms": [result.grad_norm for result in results],
         "weights": parameters(engine),
     }
+
+
+def coupled_steps(engine: Engine) -> list[Any]:
+    """Two steps of a coupled objective on pairs of unequal size: each pair's values, the norm, and what is remembered."""
+    pairs = make_pairs(SIZES, below=engine.hf_config.vocab_size)
+    plan = plan_step(lengths_of(pairs), dp_size=engine.dp_size, max_tokens=60, microbatch_multiple=engine.microbatch_multiple)
+    references = np.random.default_rng(0).normal(-25, 10, (len(pairs), 2)).astype(np.float32)
+    batch = make_batch(pairs, plan=plan, references=references)
+    engine.prepare_training(OPTIONS)
+    results = [engine.train_step(batch) for _ in range(2)]
+    return [*((result.values.tolist(), result.grad_norm) for result in results), dict(engine.objective_state)]
 
 
 def save_run(engine: Engine, directory: Path, *, step: int) -> None:

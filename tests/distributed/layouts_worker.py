@@ -24,9 +24,18 @@ from relax.backend.families import read_hf_config
 from relax.backend.weights import load_hf_weights, weight_hashes
 from relax.errors import UserError
 from relax.memory import stage_parameters
-from relax.objectives import OBJECTIVES
+from relax.objectives import OBJECTIVES, Objective
 from relax.packing import plan_step
-from tests.engines import STANDING, save_by_both, start_batch, train_and_resume, values_at_start, with_reference
+from tests.engines import (
+    COUPLED,
+    STANDING,
+    coupled_steps,
+    save_by_both,
+    start_batch,
+    train_and_resume,
+    values_at_start,
+    with_reference,
+)
 from tests.models import random_pairs
 
 CPU = torch.device("cpu")
@@ -56,6 +65,8 @@ def main(directory: Path) -> None:
                 if head == "lm":
                     for dtype in (torch.float32, torch.bfloat16):
                         results[path.name][f"start, {dtype}"] = at_start(path, layout, dtype=dtype, **options)
+        coupled = next(Path(model) for model, head in job["models"].items() if head == "lm")
+        results["coupled"] = coupled_steps(filled(coupled, "lm", layout, seed=job["seed"], objective=COUPLED))
         saved = output
         results["error"] = refused(Path(job["contradiction"]), layout)
         torch.save(results, output / f"rank{dist.get_rank()}.pt")
@@ -97,9 +108,15 @@ def filled(model: Path, head: str, layout: parallel.ParallelConfig, *, seed: int
 
 
 def build(
-    model: Path, head: str, layout: parallel.ParallelConfig, *, dtype: torch.dtype = torch.float32, **overrides: Any
+    model: Path,
+    head: str,
+    layout: parallel.ParallelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    objective: Objective | None = None,
+    **overrides: Any,
 ) -> Engine:
-    objective = OBJECTIVES["dpo" if head == "lm" else "rm"]()
+    objective = objective or OBJECTIVES["dpo" if head == "lm" else "rm"]()
     engine = Engine(read_hf_config(model), objective=objective, device=CPU, dtype=dtype, parallel=layout, **overrides)
     for chunk in engine.chunks:
         for parameter in chunk.parameters():

@@ -19,7 +19,16 @@ from relax.backend.engine import Engine
 from relax.backend.export import export_hf
 from relax.backend.families import read_hf_config
 from relax.backend.weights import weight_hashes
-from tests.engines import BATCHES, UNMOVED, assert_near, assert_saved_alike, make_engine, train_and_resume
+from tests.engines import (
+    BATCHES,
+    COUPLED,
+    UNMOVED,
+    assert_near,
+    assert_saved_alike,
+    coupled_steps,
+    make_engine,
+    train_and_resume,
+)
 from tests.models import load, random_pairs, save_tiny, scores
 
 pytestmark = pytest.mark.distributed
@@ -58,6 +67,8 @@ def one_process_results(one_process: None, tmp_path_factory: pytest.TempPathFact
         export_hf([model], config, source=root / name, output=root / f"{name} exported")
         pairs = random_pairs(vocab_size=config.vocab_size)
         results[name] = {"hashes": weight_hashes([model], config), "scores": scores(model, pairs)}
+        if name == next(iter(MODELS)):
+            results["coupled"] = coupled_steps(make_engine(root / name, COUPLED, options=None, seed=5))
         if name in TRAINED:
             engine = unprepared(root / name)
             results[name]["trained"] = train_and_resume(engine, distributed=True, save=root / "one" / "saved" / name)
@@ -131,6 +142,19 @@ def test_a_resumed_run_continues_under_any_layout(
             assert_like_one_process(found[name]["resumed"][distributed], expected)
             engine = unprepared(one_process_results["root"] / name)
             assert_like_one_process(train_and_resume(engine, distributed=distributed, load=saved), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_coupled_objective_agrees_with_one_process(
+    one_process_results: dict[str, Any], two_process_results: Path, layout: str
+) -> None:
+    found = [torch.load(two_process_results / layout / f"rank{rank}.pt")["coupled"] for rank in (0, 1)]
+    assert found[0] == found[1]
+    *steps, state = one_process_results["coupled"]
+    for (values, norm), (expected, expected_norm), tolerance in zip(found[0][:2], steps, (1e-5, 1e-4), strict=True):
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+        assert norm == pytest.approx(expected_norm, rel=tolerance)
+    assert found[0][2] == pytest.approx(state, rel=1e-4) and all(state.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -21,6 +21,7 @@ LONG = 96  # steps: enough to be hit by a signal on the way, also where the test
 KINDS: dict[str, dict[str, Any]] = {
     "dpo-bf16": {"no_bf16": None},
     "dpo-fp32-distributed": {"use_distributed_optimizer": True, "lr_decay_style": "WSD", "lr_warmup_iters": 2},
+    "dpo-coupled": {"dpo_loss": "bco,beta_dpo", "dpo_beta": 0.1, "dpo_shift": "running"},
     "rm-fp32": {"loss_type": "rm", "weight_decay": 0.1},
 }
 
