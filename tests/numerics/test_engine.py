@@ -12,7 +12,7 @@ import torch
 
 from relax.backend.engine import Engine
 from relax.objectives import DPO, RewardModel
-from relax.objectives.base import Metric, Scores
+from relax.objectives.base import Metric, Objective, Scores
 from relax.packing import MicroBatch, StepPlan, plan_step
 from tests.engines import (
     OPTIONS,
@@ -87,7 +87,7 @@ def test_a_zero_reward_head_gives_ln_2_exactly(directories: dict[str, Path], dty
 
 
 @dataclass(frozen=True)
-class Watched:
+class Watched(Objective):
     """A loss that keeps the gradients of its scores, and may move them first."""
 
     inner: Any
