@@ -129,7 +129,7 @@ def check_attention(check: Check, device: str) -> None:
     import numpy as np
     import torch
 
-    from relax.backend.layout import build_layout
+    from relax.backend.model.layout import build_layout
     from relax.backend.ops import choose_ops
     from relax.errors import UserError
 

@@ -23,7 +23,7 @@ from typing import Any
 from machine import describe_machine, versions
 from worker import Seconds, Turns, Worker
 
-from relax.command import Group, Parser, run_command
+from relax.cli.command import Group, Parser, run_command
 from relax.errors import UserError
 
 WORDS = ("river", "stone", "over", "a", "the", "green", "small", "ship", "sails", "home", "birds", "sing", "rain", "and", "of")

@@ -22,7 +22,7 @@ from machine import describe_machine, versions
 from share_prompt import HH, OPTIMIZER, Pair
 from worker import Seconds, Turns, Worker, peak_rss_gib
 
-from relax.command import Group, Parser, run_command
+from relax.cli.command import Group, Parser, run_command
 from relax.packing import group_costs, laid_out_tokens, plan_step, shares_prompt
 
 BUDGET, AREA_COST, ROW_MULTIPLE = 8192, 1 / 6144, 16  # tokens of a micro-batch; hidden size 1024; tensor 4 with context 2
@@ -115,11 +115,11 @@ def show_plans(pairs: int, report: list[dict[str, Any]]) -> None:
 
 def measure_data(turns: Turns, pairs: int, directory: Path) -> None:
     """A worker's function: replies with the seconds of everything that a run does with a data set before and in its steps."""
-    from relax.batches import Batches, Packing
+    from relax.data.data_report import DataReport
     from relax.data.dataset import EntryWriter, PairBlock, PairDataset, entry_problem
-    from relax.data.report import DataReport
-    from relax.reference import ReferenceTable
-    from relax.reference_pass import fill_table
+    from relax.reference.fill import fill_table
+    from relax.reference.table import ReferenceTable
+    from relax.training.batches import Batches, Packing
 
     draw = np.random.default_rng(0)
     nothing: dict[str, Any] = {"rejected": {}, "marks": {}, "unused_columns": {}, "tokens": {}}

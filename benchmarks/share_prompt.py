@@ -20,11 +20,11 @@ from machine import describe_machine
 
 from relax.backend.device import select_device
 from relax.backend.engine import Batch, Engine
-from relax.backend.families import read_hf_config
+from relax.backend.model.families import read_hf_config
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig, initialize
-from relax.backend.weights import load_hf_weights
-from relax.command import Group, Parser, run_command
+from relax.backend.weights.hugging_face import load_hf_weights
+from relax.cli.command import Group, Parser, run_command
 from relax.errors import UserError
 from relax.objectives import OBJECTIVES
 from relax.packing import laid_out_tokens, plan_step, shares_prompt

@@ -61,8 +61,8 @@ def run_relax(turns: Turns, settings: Settings) -> None:
     import torch
 
     torch.set_num_threads(settings.threads)
-    from relax.arguments import parse_args
-    from relax.run import Run
+    from relax.cli.arguments import parse_args
+    from relax.training.run import Run
 
     run = Run(parse_args(_relax_flags(settings)))
     dataset = run.train_set.dataset

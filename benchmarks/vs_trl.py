@@ -26,7 +26,7 @@ from tables import heading, notes, table
 from tiny_qwen3 import make_tiny_qwen3
 from worker import Seconds, Worker, WorkerFailed
 
-from relax.command import Group, Parser, run_command
+from relax.cli.command import Group, Parser, run_command
 from relax.errors import UserError
 
 TINY = "tiny-qwen3"

@@ -13,13 +13,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax.arguments import build_parser
-from relax.command import Group, Parser, run_command
+from relax.cli.arguments import build_parser
+from relax.cli.command import Group, Parser, run_command
+from relax.cli.places import check_apart
+from relax.cli.validation import read_model_config
 from relax.errors import UserError
-from relax.places import check_apart
-from relax.validation import read_model_config
 
-TRACKER = "latest_checkpointed_iteration.txt"  # as in `relax.backend.checkpoint_files`, whose package loads torch
+TRACKER = "latest_checkpointed_iteration.txt"  # as in `relax.backend.checkpoint.files`, whose package loads torch
 # What each command must be given.
 NEEDED = {
     "hf-to-mcore": ("--hf-checkpoint", "--save"),
@@ -31,7 +31,7 @@ NEEDED = {
 def main() -> None:
     """Parse; convert or compare."""
     args = parse_args()
-    from relax.conversion import convert  # megatron-core loads only once the flags are right
+    from relax.commands.conversion import convert  # megatron-core loads only once the flags are right
 
     convert(args)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from relax.command import STOPS, Group, Parser, ignore_stops, path, path_text, run_command, string_map
+from relax.cli.command import STOPS, Group, Parser, ignore_stops, path, path_text, run_command, string_map
+from relax.cli.places import check_apart
 from relax.errors import UserError
-from relax.places import check_apart
 
 REQUIRED = ("input", "tokenizer_name_or_path", "output_prefix", "handler_name")
 TEMPLATES = Path(__file__).parents[1] / "configs" / "model" / "templates.json"

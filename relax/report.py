@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax.command import Parser, path, run_command
+from relax.cli.command import Parser, path, run_command
 from relax.errors import UserError
 
 Series = dict[int, float]  # step -> value, in order of steps
@@ -142,7 +142,7 @@ def _performance(perf: dict[str, Series]) -> list[str]:
 
 def curves(log: Path, output: Path) -> None:
     """Draw loss, accuracy, margin, learning rate and gradient norm over steps into a PNG file. Raises UserError."""
-    from relax.curves import draw  # matplotlib loads only here
+    from relax.tracking.curves import draw  # matplotlib loads only here
 
     figure = draw(read_log(log), title=log.stem)
     try:

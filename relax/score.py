@@ -7,17 +7,17 @@ head the weights have, a reward model's or a language model's, is read from them
 import argparse
 from collections.abc import Sequence
 
-from relax.arguments import build_parser, settle_layout
-from relax.command import Group, Parser, path, path_text, run_command
+from relax.cli.arguments import build_parser, settle_layout
+from relax.cli.command import Group, Parser, path, path_text, run_command
+from relax.cli.places import check_apart
+from relax.cli.validation import check_needs, read_model_config
 from relax.errors import UserError
-from relax.places import check_apart
-from relax.validation import check_needs, read_model_config
 
 
 def main() -> None:
     """Parse, score, write, print the table."""
     args = parse_args()
-    from relax.scoring import score  # megatron-core loads only once the flags are right
+    from relax.commands.scoring import score  # megatron-core loads only once the flags are right
 
     score(args)
 

@@ -1,17 +1,17 @@
 """`python -m relax.train`: train a DPO policy or a reward model on preference pairs. Under torchrun it is the same command."""
 
-from relax.arguments import parse_args
-from relax.command import run_command
+from relax.cli.arguments import parse_args
+from relax.cli.command import run_command
 
 
 def main() -> None:
     """Parse, set up, loop."""
     args = parse_args()
     if args.dry_run:
-        from relax.dry_run import describe  # torch and megatron-core load only once the flags are right
+        from relax.commands.dry_run import describe  # torch and megatron-core load only once the flags are right
 
         return describe(args)
-    from relax.run import Run
+    from relax.training.run import Run
 
     with Run(args) as run:
         if run.evaluates_first:

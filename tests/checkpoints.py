@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from relax.backend.checkpoint import CheckpointInfo, find_checkpoint, save_checkpoint
+from relax.backend.checkpoint.loading import CheckpointInfo, find_checkpoint, save_checkpoint
 from relax.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from relax.backend.checkpoint import find_checkpoint, save_checkpoint
+from relax.backend.checkpoint.loading import find_checkpoint, save_checkpoint
+from relax.backend.checkpoint.state import training_state
 from relax.backend.device import on_device
 from relax.backend.engine import Batch, Engine
-from relax.backend.families import read_hf_config
+from relax.backend.model.families import read_hf_config
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig
-from relax.backend.state import training_state
-from relax.backend.weights import hf_tensors, load_hf_weights
+from relax.backend.weights.hugging_face import hf_tensors, load_hf_weights
 from relax.objectives import DPO, OBJECTIVES, Objective
 from relax.packing import StepPlan, plan_step
-from relax.weights import resume
+from relax.training.weight_source import resume
 from tests.models import VOCABULARY, TokenPair
 
 CPU = torch.device("cpu")

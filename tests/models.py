@@ -14,11 +14,11 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
-from relax.backend.families import read_hf_config
-from relax.backend.layout import build_layout
-from relax.backend.model import PreferenceModel, transformer_config
+from relax.backend.model.families import read_hf_config
+from relax.backend.model.layout import build_layout
+from relax.backend.model.preference_model import PreferenceModel, transformer_config
 from relax.backend.ops import Ops, choose_ops
-from relax.backend.weights import load_hf_weights
+from relax.backend.weights.hugging_face import load_hf_weights
 
 
 @dataclass(frozen=True, slots=True)

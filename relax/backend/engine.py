@@ -22,10 +22,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from relax.backend.device import fuses_weight_gradients, runs_on_device
-from relax.backend.families import HFConfig, head_dim
-from relax.backend.layout import Group, PackedLayout, build_layout
-from relax.backend.model import PreferenceModel, transformer_config
-from relax.backend.moe import take_balance
+from relax.backend.model.families import HFConfig, head_dim
+from relax.backend.model.layout import Group, PackedLayout, build_layout
+from relax.backend.model.moe import take_balance
+from relax.backend.model.preference_model import PreferenceModel, transformer_config
 from relax.backend.ops import choose_ops
 from relax.backend.optimizer import OptimizerOptions, build_optimizer, build_scheduler
 from relax.backend.parallel import ParallelConfig

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol, Self
 import numpy as np
 
 from relax.data.checksums import check_regular, damage, write_checksums
-from relax.data.report import DataReport
+from relax.data.data_report import DataReport
 from relax.data.scratch import scratch_directory
 from relax.errors import UserError
 

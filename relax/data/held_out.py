@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from relax.data.data_report import counted
 from relax.data.dataset import PairDataset
-from relax.data.report import counted
 from relax.errors import UserError
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from relax.data.data_report import MARK_NAMES, DataReport, FileSummary, Rejections, TokenCounts, counted
 from relax.data.dataset import PairWriter
 from relax.data.options import DataOptions
 from relax.data.prefix import is_prefix
 from relax.data.provenance import check_provenance
-from relax.data.report import MARK_NAMES, DataReport, FileSummary, Rejections, TokenCounts, counted
 from relax.data.rows import DELIBERATE, REASONS
 from relax.data.scan import FileScan, scan_file
 from relax.data.seen import SeenRows

@@ -11,13 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from relax.data.data_report import DataReport, OneByOne
 from relax.data.directories import expand_paths, left_out
 from relax.data.formats import FORMAT_PARTS
 from relax.data.options import INSTRUCTION, DataOptions
 from relax.data.pipeline import scan_files, tokenize_files
 from relax.data.prefix import is_prefix
 from relax.data.provenance import AUTO, PLAIN, describe_template, describe_tokenizer
-from relax.data.report import DataReport, OneByOne
 from relax.data.template_guard import clock_note, settle_date
 from relax.data.templates import load_template
 from relax.data.tokenized import IndexedFormat

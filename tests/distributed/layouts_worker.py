@@ -19,13 +19,13 @@ from megatron.core import parallel_state
 from relax.backend import parallel
 from relax.backend.device import on_device
 from relax.backend.engine import Batch, Engine
-from relax.backend.export import export_hf
-from relax.backend.families import read_hf_config
-from relax.backend.weights import load_hf_weights, weight_hashes
+from relax.backend.model.families import read_hf_config
+from relax.backend.weights.export import export_hf
+from relax.backend.weights.hugging_face import load_hf_weights, weight_hashes
 from relax.errors import UserError
-from relax.memory import stage_parameters
 from relax.objectives import OBJECTIVES, Objective
 from relax.packing import plan_step
+from relax.training.memory import stage_parameters
 from tests.engines import (
     COUPLED,
     STANDING,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from relax.backend.logprobs import target_logprobs
+from relax.backend.model.logprobs import target_logprobs
 from relax.backend.ops import choose_ops
 
 

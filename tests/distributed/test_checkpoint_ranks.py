@@ -19,13 +19,14 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from relax.backend import checkpoint_find, parallel
-from relax.backend.checkpoint import CheckpointStore, find_checkpoint, load_checkpoint, save_checkpoint
+from relax.backend import parallel
+from relax.backend.checkpoint import find as checkpoint_find
+from relax.backend.checkpoint.loading import CheckpointStore, find_checkpoint, load_checkpoint, save_checkpoint
+from relax.backend.checkpoint.state import load_training_state, training_state
 from relax.backend.device import on_device
 from relax.backend.engine import Engine
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import all_come
-from relax.backend.state import load_training_state, training_state
 from relax.errors import UserError
 from relax.objectives import OBJECTIVES
 

@@ -22,10 +22,10 @@ from megatron.core import parallel_state
 from relax.backend import parallel
 from relax.backend.device import on_device
 from relax.backend.engine import Batch, Engine
-from relax.backend.export import export_hf
-from relax.backend.families import read_hf_config
+from relax.backend.model.families import read_hf_config
 from relax.backend.parallel import ParallelConfig
-from relax.backend.weights import load_hf_weights, weight_hashes
+from relax.backend.weights.export import export_hf
+from relax.backend.weights.hugging_face import load_hf_weights, weight_hashes
 from relax.objectives import OBJECTIVES
 from relax.packing import StepPlan, plan_step
 from tests.engines import (

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relax.backend.engine import Engine
-from relax.backend.export import export_hf
-from relax.backend.families import read_hf_config
-from relax.backend.weights import weight_hashes
+from relax.backend.model.families import read_hf_config
+from relax.backend.weights.export import export_hf
+from relax.backend.weights.hugging_face import weight_hashes
 from tests.engines import (
     BATCHES,
     COUPLED,

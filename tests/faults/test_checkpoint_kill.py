@@ -143,7 +143,7 @@ if __name__ == "__main__":
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from relax.backend.checkpoint import CheckpointStore, find_checkpoint, load_checkpoint
+    from relax.backend.checkpoint.loading import CheckpointStore, find_checkpoint, load_checkpoint
 
     os.fsync = lambda descriptor: None  # a killed process leaves the page cache; syncing is another test's
     root = Path(sys.argv[1])

@@ -26,11 +26,11 @@ UNUSED = {"torch._dynamo", "torch._inductor", "wandb", "tensorboard"}
 
 def preload() -> None:
     """Everything that a run imports."""
-    for name in ("relax.dry_run", "relax.run", "relax.scoring"):
+    for name in ("relax.commands.dry_run", "relax.training.run", "relax.commands.scoring"):
         importlib.import_module(name)
     loaded = UNUSED & sys.modules.keys()
     assert not loaded, f"no run needs {loaded} at its start"
-    for name in ("matplotlib.backends.backend_agg", "torch._dynamo", "torch.distributed.run", "relax.curves"):
+    for name in ("matplotlib.backends.backend_agg", "torch._dynamo", "torch.distributed.run", "relax.tracking.curves"):
         importlib.import_module(name)
     for name in ("AutoTokenizer", "Qwen3Config"):  # lazy modules load when they are named
         getattr(sys.modules["transformers"], name)
@@ -90,9 +90,9 @@ def become(request: dict[str, Any]) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond it then fails, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"], resource.RLIM_INFINITY))
     if not request["draws"]:  # curves cost as much time as all the rest of a tiny run
-        import relax.run
+        import relax.training.run
 
-        relax.run.curves = lambda log, output: None
+        relax.training.run.curves = lambda log, output: None
 
 
 def run(module: str, arguments: list[str]) -> int:

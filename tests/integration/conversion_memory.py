@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from relax.backend import export
-from relax.backend.tensor_files import write_tensors
-from relax.conversion import convert
+from relax.backend.weights import export
+from relax.backend.weights.tensor_files import write_tensors
+from relax.commands.conversion import convert
 from relax.convert import parse_args
 from tests.models import save_tokenizer
 

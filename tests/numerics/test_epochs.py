@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from relax.backend.engine import Batch, Engine
-from relax.batches import Batches, Packing, ReadAhead, evaluate
 from relax.metrics import group_means
-from relax.reference import ReferenceTable
-from relax.reference_pass import fill_table, open_table
+from relax.reference.fill import fill_table, open_table
+from relax.reference.table import ReferenceTable
+from relax.training.batches import Batches, Packing, ReadAhead, evaluate
 from tests.engines import (
     CPU,
     OPTIONS,

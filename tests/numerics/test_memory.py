@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from relax.backend.families import FAMILIES
-from relax.backend.layout import build_layout
-from relax.backend.model import PreferenceModel, transformer_config
+from relax.backend.model.families import FAMILIES
+from relax.backend.model.layout import build_layout
+from relax.backend.model.preference_model import PreferenceModel, transformer_config
 from relax.backend.parallel import ParallelConfig
-from relax.memory import Recompute, layer_activations, stage_bytes, stage_parameters
+from relax.training.memory import Recompute, layer_activations, stage_bytes, stage_parameters
 from tests.models import ops_for, random_pairs, tiny_config
 
 CPU = torch.device("cpu")

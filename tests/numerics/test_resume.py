@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from relax.backend.checkpoint import CheckpointStore, find_checkpoint, load_checkpoint
+from relax.backend.checkpoint.loading import CheckpointStore, find_checkpoint, load_checkpoint
+from relax.backend.checkpoint.state import load_training_state, training_state
 from relax.backend.engine import Engine, StepResult
-from relax.backend.state import load_training_state, training_state
 from tests.engines import OPTIONS, assert_same, make_batch, make_engine, make_pairs, optimizer_tensors, parameters
 from tests.models import save_tiny
 

@@ -14,7 +14,7 @@ from relax.data.preprocessing import Settings, preprocess
 from relax.data.tokenizer import load_tokenizer
 from relax.errors import UserError
 from relax.preprocess import TEMPLATES
-from tests.unit.data_samples import QWEN3, assistant, build_tokenizer, chat_row, user, write_jsonl
+from tests.unit.data.samples import QWEN3, assistant, build_tokenizer, chat_row, user, write_jsonl
 
 SYSTEM = "You are a quiet night bird of silver."
 PAIR = {"chosen": "blue stone", "rejected": "no"}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from relax import run as run_module
-from relax.backend import checkpoint_store
-from relax.backend.checkpoint import CheckpointStore
+from relax.backend.checkpoint import store as checkpoint_store
+from relax.backend.checkpoint.loading import CheckpointStore
 from relax.errors import UserError
-from relax.run import Run
+from relax.training import run as run_module
+from relax.training.run import Run
 from tests.checkpoints import file_size_limit, find, found, names, tensors
 
 pytestmark = pytest.mark.usefixtures("one_process")

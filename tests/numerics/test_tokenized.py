@@ -13,17 +13,17 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 from relax.backend import indexed
 from relax.data import DataOptions, DataReport, PairDataset, load_pairs, pipeline
+from relax.data.data_report import FileSummary, OneByOne
 from relax.data.dataset import PairBlock
 from relax.data.pipeline import Collector
 from relax.data.prefix import PAIR_FIELDS, field_path, sidecar_path
 from relax.data.preprocessing import Settings, preprocess
-from relax.data.report import FileSummary, OneByOne
 from relax.data.tokenized_writer import TokenizedWriter
 from relax.data.tokenizer import load_tokenizer
 from relax.data.worker import ChunkResult, Rejection
 from relax.errors import UserError
 from relax.preprocess import TEMPLATES
-from tests.unit.data_samples import LLAMA, QWEN3, assistant, build_tokenizer, chat_row, user, write_jsonl
+from tests.unit.data.samples import LLAMA, QWEN3, assistant, build_tokenizer, chat_row, user, write_jsonl
 
 LONG = "one two three four five six seven eight nine ten"
 ROWS = [

@@ -87,7 +87,7 @@ sys.meta_path.insert(0, NoTorch())
 from mine import Mine
 from relax.objectives import OBJECTIVES
 OBJECTIVES["mine"] = Mine
-from relax.arguments import parse_args
+from relax.cli.arguments import parse_args
 parse_args(["--help"])
 """
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Modules that stand on nothing else of relax, each as the prefix of what it may import: itself.
 SELF_CONTAINED = ("relax.objectives", "relax.packing", "relax.errors", "relax.metrics")
-OPERATORS_USE = ("relax.backend.ops", "relax.backend.layout")  # operators know neither model nor megatron
+OPERATORS_USE = ("relax.backend.ops", "relax.backend.model.layout")  # operators know neither model nor megatron
 
 
 def module_name(path: Path) -> str:
@@ -82,7 +82,7 @@ def test_a_question_for_the_device_is_seen():
     ("importer", "source", "broken"),
     [
         (
-            "relax.run",
+            "relax.training.run",
             "def f():\n    from megatron.core import parallel_state",
             ["megatron.core", "megatron.core.parallel_state"],
         ),
@@ -93,7 +93,7 @@ def test_a_question_for_the_device_is_seen():
         ("relax.metrics", "from relax import packing", ["relax.packing"]),
         ("relax.backend.ops.plain", "import megatron.core", ["megatron.core"]),
         ("relax.backend.ops.plain", "from relax.backend.ops.record import Ops", []),
-        ("relax.backend.ops.cpu", "import relax.backend.model", ["relax.backend.model"]),
+        ("relax.backend.ops.cpu", "import relax.backend.model.preference_model", ["relax.backend.model.preference_model"]),
     ],
 )
 def test_the_rules_catch_what_they_name(importer: str, source: str, broken: list[str]):

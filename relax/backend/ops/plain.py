@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from relax.backend.layout import PackedLayout
+from relax.backend.model.layout import PackedLayout
 from relax.backend.ops.autograd import Kept, operator
 from relax.backend.ops.record import Choice, Ops
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from relax.backend.layout import PackedLayout
+from relax.backend.model.layout import PackedLayout
 
 
 class Choice(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from relax.backend.layout import PackedLayout, build_layout
+from relax.backend.model.layout import PackedLayout, build_layout
 from relax.backend.ops import PLAIN, choose_ops
 from relax.backend.ops.cpu import attention as on_cpu
 from relax.backend.ops.cpu import products

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from relax.backend.layers import RMSNorm
+from relax.backend.model.layers import RMSNorm
 from tests.models import ops_for
 
 

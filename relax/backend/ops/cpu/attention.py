@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from relax.backend.layout import Block, PackedLayout
+from relax.backend.model.layout import Block, PackedLayout
 from relax.backend.ops.cpu.passes import Passes
 from relax.backend.ops.cpu.products import cpu_multiplies_bf16, products_of, scratch
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from relax.backend.layout import PackedLayout
+from relax.backend.model.layout import PackedLayout
 from relax.backend.ops.record import Choice
 from relax.errors import UserError
 

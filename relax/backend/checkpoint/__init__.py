@@ -1,0 +1,1 @@
+"""Checkpoints in megatron-core's distributed format: find, read, write, keep."""

@@ -1,0 +1,1 @@
+"""The model: families, layout of a micro-batch, layers, heads."""

@@ -1,0 +1,1 @@
+"""Weights between Hugging Face files and this rank's parameters."""

@@ -1,0 +1,1 @@
+"""torchrun, and the same on a Ray cluster, with the run's own end."""

@@ -1,0 +1,1 @@
+"""What a run shows: log, console, trackers, curves."""

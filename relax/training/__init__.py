@@ -1,0 +1,1 @@
+"""A run: its parts, its steps, what it resumes from."""
