@@ -284,6 +284,7 @@ class Engine:
             micro.shared,
             head=self.objective.head,
             device=torch.device("cpu"),
+            token_weights=self.objective.token_weights if self.objective.weighs_tokens else None,
             multiple=self.parallel.tensor if self.parallel.sequence else 1,
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=parallel_state.get_context_parallel_world_size(),

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch import Tensor
 
 Head = Literal["lm", "scalar"]
@@ -90,6 +91,16 @@ class Objective(ABC):
     def requires(self) -> tuple[str, ...]:
         """Those of them that every row must have."""
         return ()
+
+    @property
+    def weighs_tokens(self) -> str:
+        """What tells its `token_weights` from another objective's: a part of the reference table's identity; "" for none."""
+        return ""
+
+    def token_weights(self, lengths: Sequence[int]) -> list[ndarray]:
+        """What each token's log-probability counts in its completion's score, [tokens] for each of a group's completions, by
+        their lengths. Called where it `weighs_tokens`, for the policy and its reference alike."""
+        raise ValueError("this objective weighs no tokens")
 
     @property
     def coupled(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,7 @@ from relax.objectives.base import ACCURACIES, LOSS, Metric, Objective, Scores, a
 from relax.objectives.terms import F_DIVERGENCES, TERMS, Pairs, Term
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch import Tensor
 
 LOGPS = (Metric("logps_chosen", "score", "nats"), Metric("logps_rejected", "score", "nats"))
@@ -72,6 +73,13 @@ class DPO(Objective):
     sensitivity: float | None = field(
         default=None, metadata={"help": "beta_dpo: how far a batch's margin moves its beta (default: 0.6)"}
     )
+    ld_alpha: float | None = field(
+        default=None,
+        metadata={
+            "help": "weight of a completion's tokens beyond the length of the shorter one of its pair, 0 to 1, in policy and "
+            "reference (LD-DPO, Liu 2024, arXiv 2409.06411; default: 1, as the others)"
+        },
+    )
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = field(
         default="reverse_kl",
         metadata={"help": "divergence from the reference, for losses that take a difference of log-ratios"},
@@ -93,6 +101,7 @@ class DPO(Objective):
             ("tau", "above 0", lambda x: x > 0),
             ("offset_alpha", "at least 0", lambda x: x >= 0),
             ("penalty", "at least 0", lambda x: x >= 0),
+            ("ld_alpha", "at least 0 and at most 1", lambda x: 0 <= x <= 1),
             ("momentum", "at least 0 and below 1", lambda x: 0 <= x < 1),
             ("sensitivity", "at least 0", lambda x: x >= 0),
             ("f_alpha", "a finite number other than 1", lambda x: math.isfinite(x) and x != 1),
@@ -116,7 +125,7 @@ class DPO(Objective):
         if self.f_divergence == "alpha":
             defaults["f_alpha"] = {"alpha": 0.5}
         for hyper in fields(self):
-            if hyper.default is not None:
+            if hyper.default is not None or hyper.name == "ld_alpha":
                 continue
             given, known = getattr(self, hyper.name), defaults.get(hyper.name)
             if known is None and given is not None:
@@ -142,6 +151,18 @@ class DPO(Objective):
     def needs_reference(self) -> bool:
         """True unless `reference_free`."""
         return not self.reference_free
+
+    @property
+    def weighs_tokens(self) -> str:
+        """See `Objective.weighs_tokens`."""
+        return f"{self.ld_alpha} beyond the shorter completion" if self.ld_alpha not in (None, 1.0) else ""
+
+    def token_weights(self, lengths: Sequence[int]) -> list[ndarray]:
+        """See `Objective.token_weights`."""
+        import numpy as np
+
+        shorter, beyond = min(lengths), 1.0 if self.ld_alpha is None else self.ld_alpha
+        return [np.where(np.arange(length) < shorter, 1.0, beyond) for length in lengths]
 
     @property
     def coupled(self) -> bool:
@@ -219,6 +240,8 @@ class DPO(Objective):
             lines += [f"  {weight:g} x {name}: {term.formula}", f"      {term.source}"]
         if self.f_divergence != "reverse_kl":
             lines.append(f"  u and v are f'(ratio) of the {self.f_divergence} divergence (Wang 2023, arXiv 2309.16240)")
+        if self.weighs_tokens:
+            lines.append(f"  tokens beyond the shorter completion count {self.ld_alpha} (Liu 2024, LD-DPO, 2409.06411)")
         if self.reference_free:
             lines.append("  without a reference: u and v are the policy's summed log-probabilities")
         return "\n".join(

@@ -94,7 +94,9 @@ def _cannot_write(directory: Path, error: OSError) -> UserError:
 
 def _identity(engine: Engine, batches: Batches, *, reference_sha256: str) -> dict[str, object]:
     """Everything that the numbers depend on, to the last bit."""
+    weighed = engine.objective.weighs_tokens
     return {
+        **({"token_weights": weighed} if weighed else {}),
         "reference_sha256": reference_sha256,
         "data_fingerprint": batches.dataset.fingerprint,
         "dtype": str(engine.dtype).removeprefix("torch."),

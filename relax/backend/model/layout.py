@@ -11,7 +11,7 @@ sequences (group 0's completions, group 1's, ...); a query sees exactly its own 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
@@ -27,6 +27,10 @@ class Group(Protocol):
     def prompt(self) -> np.ndarray: ...
     @property
     def completions(self) -> Sequence[np.ndarray]: ...
+
+
+# lengths of a group's completions -> what each of their tokens' log-probabilities counts, fp32 [tokens] each
+TokenWeights = Callable[[Sequence[int]], list[np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,8 @@ class VarlenCall:
 class PackedLayout(PackedSeqParams):
     """One rank's micro-batch. `qkv_format` stays "sbhd" so that attention keeps [rows, 1, heads, head_dim].
 
-    ids, positions [rows]; score_rows [num_targets]: the local rows whose output is scored; targets [num_targets]: the token
+    ids, positions [rows]; score_rows [num_targets]: the local rows whose output is scored; weights [num_targets]: what each
+    target's log-probability counts in its sequence's score, None where 1; targets [num_targets]: the token
     each predicts (lm head); target_counts [num_sequences]: how many of them belong to each sequence, in order; real [rows]:
     a group's token, not padding.
     """
@@ -88,6 +93,7 @@ class PackedLayout(PackedSeqParams):
     score_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     targets: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     target_counts: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    weights: torch.Tensor | None = None
     real: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     blocks: tuple[Block, ...] = ()
     num_groups: int = 0
@@ -139,6 +145,7 @@ class _Pack:
     segments: list[tuple[int, int, tuple[tuple[int, int], ...]]] = field(default_factory=list)  # first, end, earlier keys
     score_rows: list[np.ndarray] = field(default_factory=list)
     targets: list[np.ndarray] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)
     rows: int = 0
 
     def add(self, ids: np.ndarray, *, position: int = 0, after: tuple[tuple[int, int], ...] = ()) -> int:
@@ -161,6 +168,7 @@ def build_layout(
     *,
     head: Literal["lm", "scalar"],
     device: torch.device,
+    token_weights: TokenWeights | None = None,
     multiple: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
@@ -173,6 +181,8 @@ def build_layout(
     pack = _Pack()
     for group, share in zip(groups, shared, strict=True):
         prompt_row: int | None = None
+        if token_weights:
+            pack.weights += token_weights([len(completion) for completion in group.completions])
         for completion in group.completions:
             first = _add_completion(pack, group.prompt, completion, head=head, prompt_row=prompt_row)
             prompt_row = first if share else None
@@ -223,6 +233,8 @@ def _shard(pack: _Pack, *, real: int, num_groups: int, device: torch.device, ran
     def joined(parts: list[np.ndarray]) -> torch.Tensor:
         return tensor(np.concatenate(parts) if parts else np.empty(0))
 
+    weights = [w[k].astype(np.float32) for w, k in zip(pack.weights, kept, strict=True)] if pack.weights else []
+
     gathered = np.concatenate([np.arange(a, b) for ranges in owned for a, b in ranges])
     return PackedLayout(
         qkv_format="sbhd",
@@ -235,6 +247,7 @@ def _shard(pack: _Pack, *, real: int, num_groups: int, device: torch.device, ran
         score_rows=joined([r[k] for r, k in zip(score_rows, kept, strict=True)]),
         targets=joined([t[k] for t, k in zip(pack.targets, kept, strict=True)]),
         target_counts=tensor(np.array([k.sum() for k in kept])),
+        weights=torch.from_numpy(np.concatenate(weights)).to(device) if weights else None,
         real=torch.from_numpy(rows < real).to(device),
         gathered_order=tensor(np.argsort(gathered)) if size > 1 else None,
     )

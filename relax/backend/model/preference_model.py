@@ -138,6 +138,8 @@ class PreferenceModel(GPTModel):
             )
         rows = hidden_states[:, 0].index_select(0, packed_seq_params.score_rows)
         values = self._target_logprobs(rows, packed_seq_params) if self.head == "lm" else self._rewards(rows)
+        if packed_seq_params.weights is not None:
+            values = values * packed_seq_params.weights
         scores = torch.segment_reduce(values, "sum", lengths=packed_seq_params.target_counts, initial=0, unsafe=True)
         if self.config.context_parallel_size > 1:  # each rank scored its own rows: sum forward, identity backward
             scores = reduce_from_tensor_model_parallel_region(scores, group=self.pg_collection.cp)

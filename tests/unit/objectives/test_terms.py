@@ -212,6 +212,7 @@ def test_swapping_the_completions_flips_every_margin() -> None:
         ({"loss": "apo_zero", "f_divergence": "js"}, "needs a loss of a difference of log-ratios, which apo_zero is not"),
         ({"f_alpha": 0.5}, "f_alpha has no effect on loss sigmoid; it is for f_divergence alpha"),
         ({"f_divergence": "alpha", "f_alpha": 1.0}, "f_alpha must be a finite number other than 1"),
+        ({"ld_alpha": 1.5}, "ld_alpha must be at least 0 and at most 1, got 1.5"),
         ({"beta": math.inf}, "beta must be a finite number above 0"),
     ],
 )
@@ -226,6 +227,23 @@ def test_a_term_has_its_authors_defaults_and_says_what_it_reads() -> None:
     assert DPO(loss="odpo,nll:0.1").requires == ("margin",) and DPO().requires == ()
     assert DPO(loss="sigmoid,nll").beta == DPO(loss="sigmoid,nll", beta=0.1).beta
     assert DPO(f_divergence="alpha").f_alpha == 0.5
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0.0, 0.644396660), (0.5, 0.598138869), (1.0, 0.554355244)])
+def test_tokens_beyond_the_shorter_completion_count_alpha(alpha: float, expected: float) -> None:
+    """Log-probs of each token: policy (-1 -2 -3), (-1 -1 -1 -2 -2), reference (-1.5 -2 -3.5), (-.5 -1 -1.5 -1 -1)."""
+    objective = DPO(ld_alpha=alpha)
+    weights = objective.token_weights([3, 5])
+    assert [w.tolist() for w in weights] == [[1, 1, 1], [1, 1, 1, alpha, alpha]]
+    assert bool(objective.weighs_tokens) == (alpha < 1) and not DPO().weighs_tokens
+    assert DPO(ld_alpha=0.25).weighs_tokens != DPO(ld_alpha=0.5).weighs_tokens
+    policy = ([-1, -2, -3], [-1, -1, -1, -2, -2])
+    reference = ([-1.5, -2, -3.5], [-0.5, -1, -1.5, -1, -1])
+    values, references = (
+        vector(*(float(w @ logps) for w, logps in zip(weights, side, strict=True))) for side in (policy, reference)
+    )
+    losses, _ = objective(Scores(values, vector(3, 5), torch.zeros(2, dtype=torch.int64), references))
+    assert losses.item() == pytest.approx(expected, rel=1e-8)
 
 
 def test_every_term_is_explained() -> None:
