@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 LONGEST_WORK = datetime.timedelta(days=1)  # of one rank, while the others wait in `agree`
 _waiting: dist.ProcessGroup | None = None  # all ranks, on gloo: its timeout is that, whatever the other groups' is
+_meeting: dist.ProcessGroup | None = None  # the same with the run's own timeout, for work that takes a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def initialize(
 
     timeout_minutes: of collective operations. Tokenizing and exporting on one rank may take longer: see `agree`.
     """
-    global _waiting
+    global _waiting, _meeting
     if not dist.is_initialized():
         backend = collectives_backend(device)
         timeout = datetime.timedelta(minutes=timeout_minutes)
@@ -69,6 +70,7 @@ def initialize(
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         _waiting = dist.new_group(backend="gloo", timeout=timeout)  # that of connecting
         dist.distributed_c10d._set_pg_timeout(LONGEST_WORK, _waiting)
+        _meeting = dist.new_group(backend="gloo", timeout=timeout)
     with on_device(device):
         parallel_state.initialize_model_parallel(
             config.tensor,
@@ -78,6 +80,7 @@ def initialize(
             expert_model_parallel_size=config.expert,
             expert_tensor_parallel_size=config.expert_tensor,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_minutes,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     random.seed(seed)
@@ -87,9 +90,9 @@ def initialize(
 
 def shutdown() -> None:
     """Leave the run; safe to call twice."""
-    global _waiting
+    global _waiting, _meeting
     if dist.is_initialized():
-        _waiting = None
+        _waiting = _meeting = None
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -117,10 +120,10 @@ def main_rank_first(work: Callable[[bool], T]) -> T:
     return result[0]
 
 
-def agree(work: Callable[[], None] | None) -> None:
+def agree(work: Callable[[], None] | None, *, brief: bool = False) -> None:
     """Run `work` where there is any; if any rank met a UserError, raise the first one on all of them.
 
-    The others wait for up to LONGEST_WORK; they learn at once of a rank that died.
+    The others wait for up to LONGEST_WORK, or with `brief` for the run's timeout; they learn at once of a rank that died.
     """
     problem = None
     try:
@@ -128,17 +131,17 @@ def agree(work: Callable[[], None] | None) -> None:
             work()
     except UserError as error:
         problem = str(error)
-    for text in gather(problem):
+    for text in gather(problem, brief=brief):
         if text is not None:
             raise UserError(text)
 
 
-def gather(value: T) -> list[T]:
-    """What each rank gives, by rank, on all of them. No GPU takes part."""
+def gather(value: T, *, brief: bool = False) -> list[T]:
+    """What each rank gives, by rank, on all of them; `brief` as in `agree`. No GPU takes part."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=_waiting)
+    dist.all_gather_object(values, value, group=_meeting if brief else _waiting)
     return cast(list[T], values)
 
 

@@ -32,7 +32,8 @@ N = TypeVar("N", int, float)
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # they end a run in order
 LONG = 400  # characters of a value that a message repeats
 LOST = 3  # exit code of a rank whose connection to another one broke; `relax.launch` looks for the rank behind it
-BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
+SILENT = "Timed out waiting"  # in gloo's error
+BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection was likely closed", "Broken pipe", SILENT)
 
 
 def run_command(main: Callable[[], object]) -> None:
@@ -53,8 +54,11 @@ def run_command(main: Callable[[], object]) -> None:
         broken = [sign for sign in BROKEN if sign in str(error)]
         if not broken:
             raise
-        rank = os.environ.get("RANK", "0")
-        print(f"relax: rank {rank} stopped: another rank ended first ({broken[0]})", file=sys.stderr, flush=True)
+        rank, sign = os.environ.get("RANK", "0"), broken[0]
+        what = f"another rank ended first ({sign})"
+        if sign == SILENT:
+            what = "another rank did not answer within --distributed-timeout-minutes"
+        print(f"relax: rank {rank} stopped: {what}", file=sys.stderr, flush=True)
         time.sleep(1)  # the exit code that counts is the other one's: let it end first
         os._exit(LOST)  # a broken process group cannot be taken down in order
     except KeyboardInterrupt:  # before the run listens for signals itself: nothing has been trained yet

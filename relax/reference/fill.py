@@ -82,7 +82,7 @@ def _written(table: ReferenceTable, write: Callable[[], None]) -> None:
             assert table.path
             raise _cannot_write(table.path.parent, error) from None
 
-    agree(work)
+    agree(work, brief=True)
 
 
 def _cannot_write(directory: Path, error: OSError) -> UserError:

@@ -90,7 +90,7 @@ class Run(RunSetup):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics; a log that cannot be written ends the run on every rank."""
         tracker = self.tracker
-        agree((lambda: tracker.log(step, {"train/step": step, **metrics})) if tracker else None)
+        agree((lambda: tracker.log(step, {"train/step": step, **metrics})) if tracker else None, brief=True)
 
     def save(self, step: int) -> None:
         """A complete checkpoint of this step, and the Hugging Face export where asked."""

@@ -1,9 +1,11 @@
 """What every command does with a user's error and with Ctrl-C."""
 
 import io
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,22 @@ def test_a_value_that_nothing_can_be_is_told_in_one_short_message(line, message,
     with pytest.raises(UserError) as caught:
         parser.parse(line)
     assert str(caught.value).startswith(message) and len(str(caught.value)) < 450
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        ("gloo: Timed out waiting 60000ms for recv", "another rank did not answer within --distributed-timeout-minutes"),
+        ("gloo: Connection closed by peer [127.0.0.1]", "another rank ended first (Connection closed by peer)"),
+    ],
+)
+def test_a_rank_whose_peer_is_gone_says_so_in_one_line(monkeypatch, capsys, problem, told):
+    def lost() -> None:
+        raise RuntimeError(problem)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    run_command(lost)
+    assert ended == [3] and capsys.readouterr().err == f"relax: rank 1 stopped: {told}\n"
