@@ -6,9 +6,11 @@ TRL tokenizes in its own way (it trains the template's trailing newline and trun
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import datasets
 import numpy as np
@@ -16,7 +18,10 @@ import pytest
 import torch
 import transformers
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
+from relax.objectives import CPO, DPO, ORPO, AlphaPO, Objective, RewardModel, Scores, SimPO
 from tests.engines import OPTIONS, make_batch, make_engine, make_pairs, with_reference
 from tests.models import TokenPair, save_tiny
 
@@ -37,13 +42,13 @@ def training_pairs() -> list[TokenPair]:
     return pairs
 
 
-def our_losses(directory: Path, loss: str, margins: np.ndarray | None = None) -> list[float]:
+def our_losses(directory: Path, objective: Objective, margins: np.ndarray | None = None) -> list[float]:
     """The losses of ten steps over the pairs in turn."""
-    engine = make_engine(directory, loss, options=TRAINING)
+    engine = make_engine(directory, objective, options=TRAINING)
     pairs, steps = training_pairs(), []
     for i in range(0, len(pairs), PAIRS):
         batch = make_batch(pairs[i : i + PAIRS], margins=None if margins is None else margins[i : i + PAIRS])
-        steps.append(with_reference(engine, batch) if loss == "dpo" else batch)
+        steps.append(with_reference(engine, batch) if objective.needs_reference else batch)
     return [float(engine.train_step(steps[i % len(steps)]).values[:, 0].mean()) for i in range(STEPS)]
 
 
@@ -97,8 +102,8 @@ class RecordedReward(Recorded, RewardTrainer): ...
 
 def assert_equal_curves(ours: list[float], theirs: list[float]) -> None:
     assert len(ours) == len(theirs) == STEPS
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-    assert ours[-1] < ours[0] - 0.1  # it did train
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+    assert ours[-1] < 0.97 * ours[0]  # it did train
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -121,23 +126,73 @@ def tokenizer_of(directory: Path) -> Any:
     return tokenizer
 
 
-def test_dpo_loses_as_trl_does(policy: Path, tmp_path: Path) -> None:
+def trls_dpo_losses(directory: Path, output: Path, **objective: Any) -> list[float]:
     rows = [
         {"prompt_ids": p.prompt.tolist(), "chosen_ids": p.chosen.tolist(), "rejected_ids": p.rejected.tolist()}
         for p in training_pairs()
     ]
-    model, reference = (transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32) for _ in range(2))
+    model, reference = (transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32) for _ in range(2))
     trainer = RecordedDPO(
         model=model,
         ref_model=reference,
-        args=DPOConfig(beta=0.1, loss_type=["sigmoid"], **settings(tmp_path)),
+        args=DPOConfig(**{"beta": 0.1, **objective}, **settings(output)),
         train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer_of(policy),
+        processing_class=tokenizer_of(directory),
     )
     trainer.train()
-    ours = our_losses(policy, "dpo")
+    return trainer.losses
+
+
+def test_dpo_loses_as_trl_does(policy: Path, tmp_path: Path) -> None:
+    ours = our_losses(policy, DPO())
     assert ours[0] == 0.6931471805599453 and ours[-1] < 0.6
-    assert_equal_curves(ours, trainer.losses)
+    assert_equal_curves(ours, trls_dpo_losses(policy, tmp_path, loss_type=["sigmoid"]))
+
+
+SHARED: dict[str, tuple[DPO, dict[str, Any]]] = {  # TRL's name -> ours, and what TRL is told besides
+    "hinge": (DPO(loss="hinge"), {}),
+    "ipo": (DPO(loss="ipo_mean"), {}),
+    "exo_pair": (DPO(loss="exo", label_smoothing=0.1), {"label_smoothing": 0.1}),
+    "nca_pair": (DPO(loss="nca", beta=0.1), {}),
+    "robust": (DPO(loss="robust"), {"label_smoothing": 0.1}),
+    "bco_pair": (DPO(loss="bco", beta=0.1), {}),
+    "sppo_hard": (DPO(loss="sppo_hard", beta=0.1), {}),
+    "aot": (DPO(loss="aot", beta=0.1), {}),
+    "aot_unpaired": (DPO(loss="aot_unpaired", beta=0.1), {}),
+    "apo_zero": (DPO(loss="apo_zero"), {}),
+    "apo_down": (DPO(loss="apo_down"), {}),
+    "discopop": (DPO(loss="discopop"), {"beta": 0.05}),
+    "sigmoid_norm": (DPO(loss="sigmoid_norm"), {"beta": 5.0}),
+    "forward_kl": (DPO(f_divergence="forward_kl"), {"loss_type": ["sigmoid"], "f_divergence_type": "forward_kl"}),
+    "js": (DPO(f_divergence="js"), {"loss_type": ["sigmoid"], "f_divergence_type": "js_divergence"}),
+    "alpha": (DPO(f_divergence="alpha"), {"loss_type": ["sigmoid"], "f_divergence_type": "alpha_divergence"}),
+    "ld_alpha": (DPO(ld_alpha=0.5), {"loss_type": ["sigmoid"], "ld_alpha": 0.5}),
+    "a mix": (
+        DPO(loss="sigmoid:0.8,bco:0.2,hinge:0.5", beta=0.1),
+        {"loss_type": ["sigmoid", "bco_pair", "hinge"], "loss_weights": [0.8, 0.2, 0.5]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_every_shared_loss_goes_as_trls_does(policy: Path, tmp_path: Path, name: str) -> None:
+    objective, told = SHARED[name]
+    assert_equal_curves(our_losses(policy, objective), trls_dpo_losses(policy, tmp_path, **{"loss_type": [name], **told}))
+
+
+def test_where_trl_means_something_else(policy: Path, tmp_path: Path) -> None:
+    """Its cross-entropy term is a mean over the batch's tokens, ours over the pairs of each one's mean; it ignores smoothing in
+    `sigmoid`, where we refuse it and have cdpo."""
+    pairs = training_pairs()[:PAIRS]
+    ours = our_losses(policy, DPO(loss="sigmoid,nll"))[0]
+    theirs = trls_dpo_losses(policy, tmp_path, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 1.0])[0]
+    engine = make_engine(policy, DPO(), options=None)
+    sums = engine.score(make_batch(pairs))[:, 0]
+    tokens = np.array([len(pair.chosen) for pair in pairs])
+    assert ours == pytest.approx(np.log(2) - (sums / tokens).mean(), rel=1e-6)
+    assert theirs == pytest.approx(np.log(2) - sums.sum() / tokens.sum(), rel=1e-5)
+    smoothed = trls_dpo_losses(policy, tmp_path, loss_type=["sigmoid"], label_smoothing=0.1)
+    assert smoothed == trls_dpo_losses(policy, tmp_path, loss_type=["sigmoid"])
 
 
 @pytest.mark.parametrize("with_margins", [False, True])
@@ -157,4 +212,28 @@ def test_reward_models_lose_as_trls_do(reward_model: Path, tmp_path: Path, with_
         processing_class=tokenizer_of(reward_model),
     )
     trainer.train()
-    assert_equal_curves(our_losses(reward_model, "rm", margins), trainer.losses)
+    assert_equal_curves(our_losses(reward_model, RewardModel(), margins), trainer.losses)
+
+
+def trls_own(trainer: type, method: str, chosen: torch.Tensor, rejected: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """The losses that a method of a TRL trainer gives for log-probs, each [num_pairs]."""
+    told = {"beta": 0.1, "alpha": 0.0, "label_smoothing": 0.0, "accelerator": SimpleNamespace(device=torch.device("cpu"))}
+    return getattr(trainer, method)(SimpleNamespace(**{**told, **settings}), chosen, rejected)[0]
+
+
+def test_losses_without_a_reference_are_trls() -> None:
+    """SimPO and AlphaPO on log-probs per token, CPO on their sums; TRL gives ORPO's odds term alone, with its sign."""
+    lengths = torch.tensor([5.0, 10.0, 20.0, 4.0, 7.0, 7.0], dtype=torch.float64)
+    sums = torch.tensor([-10.0, -20.0, -30.0, -12.0, -0.5, -21.0], dtype=torch.float64)
+    scores = Scores(sums, lengths, torch.arange(3).repeat_interleave(2))
+    total, mean = scores.pairs(sums), scores.pairs(sums / lengths)
+    for ours, theirs in (
+        (SimPO(beta=2.0, gamma=0.7), trls_own(CPOTrainer, "cpo_loss", *mean, loss_type="simpo", beta=2.0, simpo_gamma=0.7)),
+        (
+            AlphaPO(beta=2.0, gamma=0.7, alpha=0.25),
+            trls_own(CPOTrainer, "cpo_loss", *mean, loss_type="simpo", beta=2.0, simpo_gamma=0.7, alpha=0.25),
+        ),
+        (CPO(nll_weight=0.0), trls_own(CPOTrainer, "cpo_loss", *total, loss_type="sigmoid")),
+        (ORPO(weight=0.1), -mean[0] - trls_own(ORPOTrainer, "odds_ratio_loss", *mean)),
+    ):
+        np.testing.assert_allclose(ours(scores)[0], theirs, rtol=1e-6)
