@@ -40,6 +40,7 @@ FLAGS: Flags = {
 }
 WINDOWS = {  # beginnings of paths
     ".cache/relax/reference": "reference table",
+    ".cache/relax/.reference": "reference table",
     ".cache": "data cache",
     "log": "log",
     "out/run": "checkpoint",
