@@ -317,6 +317,9 @@ def test_code_from_a_checkpoint_never_runs(server: Any, assets: Path, tmp_path: 
     place.succeed(save="out/run", num_rollout=1)
     with place.path(f"out/run/iter_0000001/{name}").open("wb") as file:
         torch.save(Touch(marker), file) if name == "common.pt" else pickle.dump(Touch(marker), file)
+    changed = place.refuse(load="out/run")
+    assert f"out/run/iter_0000001 is damaged: its {name} does not hold what was saved" in changed
+    place.path("out/run/iter_0000001/checksums.json").unlink()  # as a forger would
     message = place.refuse(load="out/run")
     assert f"out/run/iter_0000001/{name} asks for " in message and "relax refuses to read it" in message
     assert not marker.exists()
