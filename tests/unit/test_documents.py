@@ -1,125 +1,167 @@
-"""The documents: both READMEs say the same, and the code that they show runs."""
+"""The documents: what they name is there, twins say the same, and tables are the code's.
 
-import os
+Links, paths, modules and flags are looked up, commands go through their parsers; `test_documented_code` runs the Python.
+"""
+
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from relax.data import formats, sources
-from relax.data.columns import SYNONYMS, resolve_columns
-from relax.data.options import DataOptions
-from relax.objectives import Scores
+from relax import convert, preprocess, score
+from relax.cli import arguments
+from relax.data import compressed, formats, template_guard
+from relax.data.data_report import MARK_NAMES
+from relax.data.options import INSTRUCTION
+from relax.data.rows import REASONS
+from relax.objectives import OBJECTIVES, terms
+from tests.documents import ROOT, blocks, commands, headings, links, numbers, rows, spelled, tables, text
 
-ROOT = Path(__file__).parents[2]
-
-
-def blocks(name: str, language: str | None = None) -> list[str]:
-    """The code blocks of a document, or those of one language."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / name).read_text(encoding="utf-8"), re.M | re.S)
-    return [code for kind, code in found if language in (None, kind)]
-
-
-def prose(name: str) -> str:
-    """A document without its code blocks."""
-    return re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
-
-
-def headings(name: str) -> list[int]:
-    """The levels of its headings, in order."""
-    return [len(marks) for marks in re.findall(r"^(#+) ", prose(name), re.M)]
-
-
-def tables(name: str) -> list[int]:
-    """The number of columns of every table row, in order."""
-    return [line.count("|") for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-
-
-def spelled(name: str) -> set[str]:
-    """Flags, files and names in code spans."""
-    return set(re.findall(r"`([^`\n]+)`", prose(name)))
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for place in (".", "docs", "benchmarks") for path in (ROOT / place).glob("*.md"))
+TWINS = [("README.md", "README.zh.md"), ("docs/mindspeed-rl.md", "docs/mindspeed-rl.zh.md")]
+PARSERS: dict[str, Callable[[], Any]] = {
+    "relax.train": arguments.build_parser,
+    "relax.score": score.build_score_parser,
+    "relax.convert": convert.build_convert_parser,
+    "relax.preprocess": preprocess.build_parser,
+}
+FOREIGN = {
+    "--revision",
+    "--local-dir",
+    "--repo-type",
+    "--nodes",
+    "--gpus-per-node",
+    "--upgrade-strategy",
+}  # hf's, sbatch's, pip's
+EXAMPLE = {"--mine-strength", "--mine-per-token"}  # of the objective that docs/objectives.md adds
+MADE = ("data/", "models/", "checkpoints/", "log/")  # where commands write and users keep things
+TOP = ("relax/", "configs/", "scripts/", "tests/", "benchmarks/", "docs/")
 
 
-def files(name: str) -> list[str]:
-    """The files and directories of its map, in order."""
-    return re.findall(r"[\w*]+(?:\.py|\.sh|/)", "".join(blocks(name, "")))
-
-
-def numbers(name: str) -> set[str]:
-    """Numbers of two digits and more outside of code blocks."""
-    return set(re.findall(r"\d[\d,.]*\d", prose(name)))
-
-
-def test_both_readmes_have_the_same_parts() -> None:
-    """Headings, tables, names, numbers, files, and code up to its comments."""
-    english, chinese = "README.md", "README.zh.md"
-    for part in (headings, tables, spelled, numbers, files):
+@pytest.mark.parametrize(("english", "chinese"), TWINS)
+def test_twins_have_the_same_parts(english: str, chinese: str) -> None:
+    """Headings, tables, names, numbers, links, and code up to its comments."""
+    for part in (headings, tables, spelled, numbers):
         assert part(english) == part(chinese), part.__name__
-    for language in ("bash", "python"):
-        code, translated = ([re.sub(r" *# [^\n]*", "", text) for text in blocks(name, language)] for name in (english, chinese))
-        assert len(code) > 1 and code == translated
+    pages = [[link.replace(".zh.md", ".md") for link in links(name)] for name in (english, chinese)]
+    assert pages[0] == pages[1]
+    code, translated = ([re.sub(r" *# [^\n]*", "", code) for code in blocks(name)] for name in (english, chinese))
+    assert code and code == translated
 
 
-def test_the_objective_of_the_readme_is_one() -> None:
-    import torch
-
-    (code,) = (code for code in blocks("README.md", "python") if "class Mine" in code)
-    names: dict[str, Any] = {"__name__": "mine"}
-    exec(code, names)
-    mine = names["Mine"](strength=0.5)
-    values, zeros = torch.tensor([3.0, 1.0, 1.0, 2.0]), torch.zeros(4)
-    losses, metrics = mine(Scores(values, lengths=zeros + 5, group=torch.tensor([0, 0, 1, 1]), reference=zeros))
-    assert losses.tolist() == [0.0, 1.5] and metrics["margin"].tolist() == [2.0, -1.0]
-    assert list(metrics) == [metric.name for metric in mine.metrics] and mine.needs_reference and mine.head == "lm"
+def test_a_readme_is_one_page_with_the_curves_of_a_run() -> None:
+    for name in ("README.md", "README.zh.md"):
+        assert len(text(name).splitlines()) <= 150 and "docs/curves.png" in links(name)
+    picture = ROOT / "docs/curves.png"
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size < 150_000
 
 
-HELP = """
-import sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        assert name not in ("torch", "numpy", "transformers"), f"--help loads {name}"
-
-sys.meta_path.insert(0, NoTorch())
-from mine import Mine
-from relax.objectives import OBJECTIVES
-OBJECTIVES["mine"] = Mine
-from relax.cli.arguments import parse_args
-parse_args(["--help"])
-"""
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {link for name in ("README.md", "README.zh.md") for link in links(name)}
+    assert {name for name in DOCUMENTS if name.startswith("docs/")} <= linked
 
 
-def test_help_answers_without_torch_under_the_objective_of_the_readme(tmp_path: Path) -> None:
-    (code,) = (code for code in blocks("README.md", "python") if "class Mine" in code)
-    (tmp_path / "mine.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", HELP], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--mine-strength X mine: what it does, and its unit (default: 0.1)" in " ".join(done.stdout.split())
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    for link in links(name):
+        page, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / page if page else ROOT / name
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, link
 
 
-def test_the_reader_of_contributing_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _ = blocks("CONTRIBUTING.md", "python")
-    names = dict(vars(sources))
-    exec(code, names)
-    monkeypatch.setitem(sources.READERS, ".tsv", names["_tsv"])
-    file = tmp_path / "a.tsv"
-    file.write_text("prompt\tchosen\trejected\nQ\tyes\tno\n")
-    (chunk,) = sources.read_chunks(file, file=0)
-    assert list(chunk.numbers) == [2] and chunk.rows() == [{"prompt": "Q", "chosen": "yes", "rejected": "no"}]
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_paths_that_a_document_names_are_there(name: str) -> None:
+    said = re.sub(r"^```\n.*?^```$", "", text(name), flags=re.M | re.S)  # the map has its own test
+    for path in re.findall(rf"(?<![\w/.])(?:{'|'.join(TOP)})[\w./{{}},*-]*", said):
+        path = path.rstrip(".,")
+        plain = re.sub(r"\{.*?\}", "*", re.sub(r"NAME|\*", "*", path))
+        assert path == "relax/objectives/mine.py" or list(ROOT.glob(plain.rstrip("/"))), path
 
 
-def test_the_row_format_of_contributing_reads_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, code = blocks("CONTRIBUTING.md", "python")
-    names = dict(vars(formats))
-    exec(code, names)
-    monkeypatch.setitem(SYNONYMS, "turns", ("context",))
-    monkeypatch.setitem(formats.READERS, "turns", names["_turns"])
-    monkeypatch.setitem(formats.FORMAT_PARTS, "turns", ("turns",))
-    row, options = {"context": ["a", "b", "c"], "chosen": "yes", "rejected": "no"}, DataOptions()
-    pair = formats.read_pair(row, name="turns", columns=resolve_columns(set(row), options=options, path="a"), options=options)
-    assert [(m["role"], m["content"]) for m in pair.history] == [("user", "a"), ("assistant", "b"), ("user", "c")]
-    assert (pair.chosen["content"], pair.rejected["content"]) == ("yes", "no")
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_modules_that_a_document_starts_are_there(name: str) -> None:
+    for module in re.findall(r"-m ((?:relax|tests|pytest|venv)[\w.]*)", text(name)):
+        assert find_spec(module.rstrip(".")), module
+
+
+def known_flags() -> set[str]:
+    found = {flag for build in PARSERS.values() for action in build()._actions for flag in action.option_strings}
+    found |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    others = [
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("scripts/data/*.py"),
+        *ROOT.glob("relax/launch/*.py"),
+        ROOT / "relax/report.py",
+    ]
+    return found | {flag for path in others for flag in re.findall(r'"(--[\w-]+)"', path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_flags_that_a_document_names_are_flags(name: str) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w", text(name)))
+    assert named - known_flags() - FOREIGN - EXAMPLE == set()
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "benchmarks/RESULTS.md"])
+def test_commands_that_a_document_shows_are_parsed(name: str) -> None:
+    for words in commands(name):
+        if words[:2] == ["python", "-m"] and words[2] in PARSERS and "..." not in words:
+            PARSERS[words[2]]().parse(words[3:])
+        elif "bash" in words:
+            script = words[words.index("bash") + 1]
+            assert (ROOT / script).is_file(), script
+
+
+def test_the_map_has_every_module() -> None:
+    """What it lists is there, and every module is listed, or lies in a directory that is listed without its files."""
+    paths: list[str] = []
+    stack: list[str] = []
+    for indent, entry in re.findall(r"^( *)([\w.]+/?)", blocks("docs/internals.md", "")[0], re.M):
+        stack = [*stack[: len(indent) // 2], entry]
+        paths.append("".join(stack))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    closed = tuple(path for path in paths if path.endswith("/") and sum(other.startswith(path) for other in paths) == 1)
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "relax").rglob("*.py") if not path.name.startswith("__")}
+    assert {path for path in modules if not path.startswith(closed)} <= set(paths)
+
+
+def test_the_tables_of_objectives_are_the_codes() -> None:
+    table = rows("docs/objectives.md")
+    for name, objective in OBJECTIVES.items():
+        assert float(table[name][3]) == objective.default_lr
+    for name, term in terms.TERMS.items():
+        assert table[name][1].replace("\\|", "|") == term.formula
+        said = dict(re.findall(r"`--dpo-([\w-]+)` ([\w.]+)", table[name][3]))
+        assert said == {
+            key.replace("_", "-"): value if isinstance(value, str) else f"{value:g}" for key, value in term.defaults.items()
+        }
+
+
+def test_the_tables_of_data_are_the_codes() -> None:
+    table, said = rows("docs/data.md"), text("docs/data.md")
+    assert set(REASONS) <= set(table) and all(f"`{name}`" in said for name, _ in MARK_NAMES.values())
+    assert all(f"| `{name}`" in said for name in formats.FORMAT_PARTS if name != INSTRUCTION)
+    assert all(f"`{kind}`" in said for kind in compressed.COMPRESSIONS)
+    keys = {action.dest for action in preprocess.build_parser()._actions} - {"help", "config"}
+    assert all(f"`{key}`" in said for key in keys)
+
+
+def test_every_metric_is_explained() -> None:
+    said = text("docs/metrics.md")
+    names = {metric.name for objective in OBJECTIVES.values() for metric in objective().metrics}
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "relax").rglob("*.py"))
+    names |= set(re.findall(r'"(?:perf|train)/(\w+)"', code))
+    assert {name for name in names if not re.search(rf"\b{name}\b", said)} == set()
+
+
+def test_the_bounds_of_faults_are_the_codes() -> None:
+    said = text("docs/faults.md")
+    guard = template_guard
+    assert f"{guard.MAX_SECONDS:g} s, {guard.MAX_MEMORY >> 30} GiB and {guard.MAX_CHARS >> 20} Mi characters" in said
+    assert f"{compressed.MAX_RATIO} times" in said
