@@ -60,7 +60,7 @@ def _entries(log: Path) -> Iterator[dict[str, Any]]:
         try:
             entry = json.loads(line)
             int(entry["train/step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             if number == len(lines) and not line.endswith("\n"):
                 return
             raise UserError(f"{log}, line {number} is not an object with train/step: is it a relax log?") from None

@@ -162,7 +162,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     _require(file.is_file(), f"--hf-checkpoint {directory} has no config.json: {advice}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--hf-checkpoint: cannot read {file}: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--hf-checkpoint: {file} must hold a JSON object, not {type(config).__name__}")

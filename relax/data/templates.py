@@ -16,7 +16,7 @@ def load_template(name: str, *, path: Path, tokenizer: Any) -> str:
     try:
         templates = json.loads(path.read_text(encoding="utf-8"))
         known = {key: (list(entry["tokens"]), "".join(entry["template"])) for key, entry in templates.items()}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"prompt_type_path {path}: cannot be read: {error}") from None
     except (AttributeError, KeyError, TypeError):
         raise UserError(

@@ -147,7 +147,7 @@ def cut_back(path: Path, *, step: int) -> int:
 def _step_of(line: bytes) -> int | None:
     try:
         return int(json.loads(line)["train/step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

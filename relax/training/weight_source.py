@@ -180,7 +180,14 @@ def check_data(info: CheckpointInfo, *, fingerprint: str) -> None:
         )
 
 
-CONTINUED = {"global_batch_size": "--global-batch-size", "seed": "--seed", "shuffle": "--no-shuffle", "bf16": "--bf16"}
+CONTINUED = {
+    "global_batch_size": "--global-batch-size",
+    "seed": "--seed",
+    "shuffle": "--no-shuffle",
+    "bf16": "--bf16",
+    "dpo_loss": "--dpo-loss",
+    "dpo_f_divergence": "--dpo-f-divergence",
+}
 TOLD = (
     "max_tokens_per_gpu",
     "share_prompt",

@@ -144,9 +144,11 @@ def test_partial_state_needs_the_matching_flag(trained: Workplace, state: str, w
         ({"seed": 7}, "seed 42, but this run has 7", "--seed"),
         ({"no_shuffle": True}, "shuffle True, but this run has False", "--no-shuffle"),
         ({"no_bf16": True}, "bf16 True, but this run has False", "--bf16"),
+        ({"dpo_loss": "hinge"}, "dpo loss sigmoid, but this run has hinge", "--dpo-loss"),
+        ({"dpo_f_divergence": "js"}, "dpo f divergence reverse_kl, but this run has js", "--dpo-f-divergence"),
     ],
 )
-def test_a_run_goes_on_only_with_its_order_and_dtype(trained: Workplace, changed: Any, what: str, flag: str) -> None:
+def test_a_run_goes_on_only_with_its_order_dtype_and_loss(trained: Workplace, changed: Any, what: str, flag: str) -> None:
     save = f"out/run{flag}"
     given = {"global_batch_size": 4, "bf16": True, "load": save, "save": save}
     trained.succeed(exp_name=f"run{flag}", num_rollout=1, **given)

@@ -80,7 +80,7 @@ def read_hf_config(directory: Path) -> HFConfig:
         if kind not in FAMILIES:  # before transformers advises to trust the directory's code, or to upgrade
             raise UserError(f"{directory}/config.json: model_type {kind!r} is not supported; families: {known}")
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{directory}/config.json: not a config relax can read ({error}); families: {known}") from None
     _refuse_unsupported(config, where=f"{directory}/config.json")
     return config

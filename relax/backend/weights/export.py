@@ -95,7 +95,7 @@ def _listed(export: Path) -> set[str] | None:
     """The files that an export wrote, its list among them; None for anything else."""
     try:
         files = json.loads((export / LIST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return {str(file) for file in files} | {LIST} if isinstance(files, list) else None
 

@@ -210,7 +210,12 @@ def test_permissions(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "cannot read .*: Expecting"), ("[]", "must hold a JSON object, not list$")]
+    ("text", "message"),
+    [
+        ("{", "cannot read .*: Expecting"),
+        ("[]", "must hold a JSON object, not list$"),
+        ("[" * 200_000, "cannot read .*: maximum recursion"),
+    ],
 )
 def test_a_broken_config(text, message):
     Path("hf/config.json").write_text(text)
