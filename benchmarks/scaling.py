@@ -116,7 +116,7 @@ def show_plans(pairs: int, report: list[dict[str, Any]]) -> None:
 def measure_data(turns: Turns, pairs: int, directory: Path) -> None:
     """A worker's function: replies with the seconds of everything that a run does with a data set before and in its steps."""
     from relax.data.data_report import DataReport
-    from relax.data.dataset import EntryWriter, PairBlock, PairDataset, entry_problem
+    from relax.data.dataset import EntryWriter, GroupBlock, GroupDataset, entry_problem
     from relax.reference.fill import fill_table
     from relax.reference.table import ReferenceTable
     from relax.training.batches import Batches, Packing
@@ -128,23 +128,23 @@ def measure_data(turns: Turns, pairs: int, directory: Path) -> None:
             count = min(1_000_000, pairs - first)
             lengths = draw.integers(1, 7, (count, 3), dtype=np.int32)
             tokens = draw.integers(0, 50_000, lengths.sum(), dtype=np.int32)
-            hashes, margins = draw.integers(0, 256, (count, 16), dtype=np.uint8), np.full(count, np.nan, np.float32)
-            writer.add(PairBlock(tokens=tokens, lengths=lengths, trained=lengths[:, 1:], hashes=hashes, margins=margins))
+            hashes = draw.integers(0, 256, (count, 16), dtype=np.uint8)
+            writer.add(GroupBlock(tokens=tokens, lengths=lengths, trained=lengths[:, 1:], hashes=hashes))
         writer.publish(DataReport(title="train", files=(), rows_kept=pairs, **nothing))
-    table = ReferenceTable(np.load(directory / "entry" / "hashes.npy"), path=directory / "table")
+    table = ReferenceTable(np.load(directory / "entry" / "hashes.npy"), width=2, path=directory / "table")
     table.put(np.arange(pairs), np.zeros((pairs, 2)))
     table.seal()
     del table
 
     start = time.perf_counter()
     assert entry_problem(directory / "entry") is None
-    dataset = PairDataset.open(directory / "entry", paths=[], title="train")
+    dataset = GroupDataset.open(directory / "entry", paths=[], title="train")
     opened = time.perf_counter()
     packs = Packing(
         dp_size=1, max_tokens=BUDGET, share_prompt=True, microbatch_multiple=1, area_cost=AREA_COST, row_multiple=ROW_MULTIPLE
     )
     batches = Batches(dataset=dataset, packing=packs, batch_size=STEP, seed=0, shuffle=True)
-    batches.table = ReferenceTable(dataset.hashes, path=directory / "table")
+    batches.table = ReferenceTable(dataset.hashes, width=2, path=directory / "table")
     looked_up = time.perf_counter()
     engine: Any = None  # nothing is left to score
     assert fill_table(engine, batches, steps=range(1, 3 * batches.steps_per_epoch), after_each=lambda: None) == 0

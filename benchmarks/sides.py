@@ -76,8 +76,9 @@ def run_relax(turns: Turns, settings: Settings) -> None:
         )
     head = run.engine.chunks[0].score.weight.detach().float().tolist() if settings.objective == "rm" else None
     rows = [dataset[i] for i in range(needed)]
-    ids = [(row.prompt.tolist(), row.chosen.tolist(), row.rejected.tolist(), row.margin) for row in rows]
-    settings.exchange.write_bytes(pickle.dumps({"pairs": ids, "head": head, "margins": dataset.margins is not None}))
+    margins = dataset.columns["margin"].tolist() if "margin" in dataset.columns else [0.0] * needed
+    ids = [(row.prompt.tolist(), *(ids.tolist() for ids in row.completions), margins[i]) for i, row in enumerate(rows)]
+    settings.exchange.write_bytes(pickle.dumps({"pairs": ids, "head": head, "margins": "margin" in dataset.columns}))
     turns.reply(run.engine.num_parameters)
     for step in range(1, settings.steps + 1):
         turns.wait()

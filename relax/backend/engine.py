@@ -48,13 +48,15 @@ class Batch:
 
     groups: indexable by position in the step; lengths [num_groups, 1 + K]: tokens of the prompt and of each completion, 0 where
     a group has fewer than K; references [num_groups, K]: the reference's score of each completion, where the objective needs
-    them; columns {name: [num_groups]}: numbers of the rows; layouts: what `Engine.lay_out` gave, where they were read ahead.
+    them; ranks [num_groups, K]: of each completion from 1, where any are equally good; columns {name: [num_groups]}: numbers of
+    the rows; layouts: what `Engine.lay_out` gave, where they were read ahead.
     """
 
     groups: GroupList
     plan: StepPlan
     lengths: np.ndarray
     references: np.ndarray | None = None
+    ranks: np.ndarray | None = None
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     layouts: Layouts | None = None
 
@@ -214,6 +216,7 @@ class Engine:
             lengths=numbers(lengths[present]),
             group=torch.from_numpy(np.nonzero(present)[0]).to(values.device),
             reference=None if batch.references is None else numbers(batch.references[positions][present]),
+            ranks=None if batch.ranks is None else numbers(batch.ranks[positions][present]),
             columns={name: numbers(column[positions]) for name, column in batch.columns.items()},
             state=self.objective_state,
         )

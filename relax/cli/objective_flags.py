@@ -61,6 +61,13 @@ def build_objective(args: argparse.Namespace) -> Objective:
         raise UserError(message) from None
 
 
+def loss_flag(objective: Objective) -> str:
+    """The flag, with its value, that chooses what the objective computes."""
+    name = next(name for name, loss in OBJECTIVES.items() if type(objective) is loss)
+    loss = getattr(objective, "loss", None)
+    return f"--loss-type {name}" if loss is None else f"{_flag(name, 'loss')} {loss}"
+
+
 def _fields(loss: type[Objective]) -> tuple["dataclasses.Field[Any]", ...]:
     return dataclasses.fields(typing.cast(Any, loss))  # a protocol cannot promise that its classes are dataclasses
 

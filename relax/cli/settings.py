@@ -6,8 +6,9 @@ from typing import Any
 from relax.backend.model.families import HFConfig, attention_window
 from relax.backend.optimizer import OptimizerOptions
 from relax.backend.parallel import ParallelConfig
-from relax.data import DataOptions, PairDataset
+from relax.data import DataOptions, GroupDataset
 from relax.errors import UserError
+from relax.objectives import Objective
 from relax.training.batches import Batches, Packing
 
 
@@ -23,13 +24,14 @@ def parallel_config(args: argparse.Namespace) -> ParallelConfig:
     )
 
 
-def data_options(args: argparse.Namespace, *, whole_render: bool) -> DataOptions:
+def data_options(args: argparse.Namespace, *, objective: Objective) -> DataOptions:
     return DataOptions(
         max_length=args.preference_max_length,
         max_completion_length=args.preference_max_completion_length,
         max_tokens=args.max_tokens_per_gpu * args.context_parallel_size,
         oversize_strategy=args.sft_oversize_strategy,
-        whole_render=whole_render,
+        whole_render=objective.head == "scalar",
+        reads=tuple(objective.reads),
         prompt_key=args.prompt_key,
         chosen_key=args.chosen_key,
         rejected_key=args.rejected_key,
@@ -111,7 +113,7 @@ def check_model(args: argparse.Namespace, config: HFConfig) -> None:
         )
 
 
-def check_vocabulary(dataset: PairDataset, args: argparse.Namespace, config: HFConfig) -> None:
+def check_vocabulary(dataset: GroupDataset, args: argparse.Namespace, config: HFConfig) -> None:
     """Token ids must be rows of the model's embedding."""
     if dataset.max_token_id >= config.vocab_size:
         raise UserError(

@@ -7,7 +7,7 @@ import numpy as np
 
 from relax.backend import indexed
 from relax.backend.model.families import HFConfig, model_shape, read_hf_config
-from relax.cli.objective_flags import build_objective
+from relax.cli.objective_flags import build_objective, loss_flag
 from relax.cli.settings import (
     check_model,
     check_vocabulary,
@@ -19,6 +19,7 @@ from relax.cli.settings import (
 )
 from relax.data import load_pairs
 from relax.data.held_out import check_held_out
+from relax.data.requirements import check_groups
 from relax.metrics import ModelShape, Work
 from relax.objectives.base import Head
 from relax.packing import StepPlan
@@ -39,13 +40,14 @@ def describe(args: argparse.Namespace) -> None:
         dataset = load_pairs(
             paths,
             tokenizer_dir=args.hf_checkpoint,
-            options=data_options(args, whole_render=objective.head == "scalar"),
+            options=data_options(args, objective=objective),
             cache_dir=args.data_cache_dir,
             num_workers=args.num_workers,
             title=title,
             indexed=indexed,
         )
         check_vocabulary(dataset, args, config)
+        check_groups(dataset, objective, flag=loss_flag(objective), indexed=indexed)
         if "train" in sets:
             check_held_out(dataset, sets["train"].dataset, strict=args.strict_data)
         print(dataset.report.table())

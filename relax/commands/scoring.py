@@ -22,11 +22,12 @@ from relax.backend.device import is_main_rank, select_device
 from relax.backend.engine import Engine
 from relax.backend.model.families import read_hf_config
 from relax.backend.parallel import agree, from_main_rank, initialize, main_rank_first, shutdown
-from relax.cli.objective_flags import build_objective, settle_objective
+from relax.cli.objective_flags import build_objective, loss_flag, settle_objective
 from relax.cli.settings import check_model, check_vocabulary, data_options, packing, parallel_config
-from relax.data import DataReport, PairDataset, load_pairs
+from relax.data import DataReport, GroupDataset, load_pairs
 from relax.data.directories import expand_paths
 from relax.data.pipeline import read_files
+from relax.data.requirements import check_groups
 from relax.data.scratch import whole_file
 from relax.errors import UserError
 from relax.metrics import group_means
@@ -70,8 +71,9 @@ def score(args: argparse.Namespace) -> None:
         parallel=parallel,
         attention=args.attention_backend,
     )
-    dataset = _read(args, head=objective.head)
+    dataset = _read(args, objective)
     check_vocabulary(dataset, args, config)
+    check_groups(dataset, objective, flag=loss_flag(objective), indexed=indexed)
     lines = _lines(args, dataset.report)
     batches = Batches(
         dataset=dataset,
@@ -82,7 +84,7 @@ def score(args: argparse.Namespace) -> None:
     )
     if reference:
         reference.load(engine, seed=args.seed)
-        batches.table = ReferenceTable(dataset.hashes, path=None)
+        batches.table = ReferenceTable(dataset.hashes, width=dataset.num_completions, path=None)
         fill_table(engine, batches, steps=batches.all_steps, after_each=lambda: None)
     policy.load(engine, seed=args.seed)
     values = _evaluate(engine, batches)
@@ -105,8 +107,8 @@ def _objective(args: argparse.Namespace, *, head: Head) -> Objective:
     return build_objective(settled)
 
 
-def _read(args: argparse.Namespace, *, head: Head) -> PairDataset:
-    options = replace(data_options(args, whole_render=head == "scalar"), drop_duplicates=False)
+def _read(args: argparse.Namespace, objective: Objective) -> GroupDataset:
+    options = replace(data_options(args, objective=objective), drop_duplicates=False)
     today = from_main_rank(date.today)
     dataset = main_rank_first(
         lambda first: load_pairs(

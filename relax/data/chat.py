@@ -1,10 +1,10 @@
-"""Pairs -> strings, by the tokenizer's chat template, and proof that the template writes what the row says.
+"""Rows -> strings, by the tokenizer's chat template, and proof that the template writes what the row says.
 
-Strategy: a pair is rendered three times, as inference would: the history with the generation prompt, and each side whole.
+Strategy: a row is rendered as inference would: the history with the generation prompt, and it with each completion, whole.
 What the template drops is found by rendering again without it: a field whose absence changes nothing was not written.
 
-Invariants: the rejected side's own history renders as the chosen side's, or the row is `prompt_mismatch`. No message
-holds a token with which the template begins a turn, nor its end of turn, but for one at the end of an answer: such a row
+Invariants: where completions have histories of their own, all of them render alike, or the row is `prompt_mismatch`. No message
+holds a token with which the template begins a turn, nor its end of turn, but for one at the end of a completion: such a row
 was templated before. Arguments of tool calls reach the template as objects, or as text where it can only write text.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from relax.data.encoding import Renders, encode_texts
 from relax.data.options import ROW_RESERVED_TEMPLATE_KWARGS
-from relax.data.rows import Message, PreferencePair, RowRejected, printable, shown
+from relax.data.rows import Group, Message, RowRejected, printable, shown
 from relax.data.tokenizer import TemplateFacts, special_ids
 
 # Fields that link messages; no template needs to write them.
@@ -26,7 +26,7 @@ _PROBE: list[Message] = [{"role": "user", "content": "relaxquestion"}, {"role": 
 
 
 class Rendered(NamedTuple):
-    """A pair's renders, and the fields of its messages that they leave out, as `role.field`."""
+    """A row's renders, and the fields of its messages that they leave out, as `role.field`."""
 
     renders: Renders
     dropped: frozenset[str]
@@ -43,28 +43,26 @@ class Chat:
         self._turns = self._turn_tokens(facts)
         self._text_arguments = self._wants_text_arguments()
 
-    def render_pair(self, pair: PreferencePair) -> Rendered:
+    def render_group(self, group: Group) -> Rendered:
         """Raises `RowRejected`."""
-        self._refuse_templated(pair)
-        if reserved := ROW_RESERVED_TEMPLATE_KWARGS & pair.template_kwargs.keys():
+        self._refuse_templated(group)
+        if reserved := ROW_RESERVED_TEMPLATE_KWARGS & group.template_kwargs.keys():
             raise RowRejected("schema", f"chat_template_kwargs sets {', '.join(sorted(reserved))}")
-        history, other = pair.history, pair.rejected_history or pair.history
         renders = Renders(
-            self._render(pair, history, prompt=True),
-            self._render(pair, (*history, pair.chosen)),
-            self._render(pair, (*other, pair.rejected)),
+            self._render(group, group.history, prompt=True),
+            tuple(self._render(group, (*group.history_of(i), completion)) for i, completion in enumerate(group.completions)),
         )
-        if pair.rejected_history and self._render(pair, other, prompt=True) != renders.history:
+        if any(self._render(group, other, prompt=True) != renders.history for other in group.histories[1:]):
             raise RowRejected("prompt_mismatch", "chosen and rejected have different histories")
-        return Rendered(renders, frozenset(self._dropped(pair, renders)))
+        return Rendered(renders, frozenset(self._dropped(group, renders)))
 
-    def render_bare(self, pair: PreferencePair) -> str:
+    def render_bare(self, group: Group) -> str:
         """The history without a generation prompt."""
-        return self._render(pair, pair.history)
+        return self._render(group, group.history)
 
-    def _render(self, pair: PreferencePair, messages: Iterable[Message], *, prompt: bool = False) -> str:
+    def _render(self, group: Group, messages: Iterable[Message], *, prompt: bool = False) -> str:
         try:
-            return self._apply(messages, tools=pair.tools, prompt=prompt, kwargs=pair.template_kwargs)
+            return self._apply(messages, tools=group.tools, prompt=prompt, kwargs=group.template_kwargs)
         except Exception as error:  # a template is a program: it raises what it likes
             raise RowRejected("schema", f"the chat template refuses the row: {printable(str(error))}") from None
 
@@ -81,21 +79,18 @@ class Chat:
             )
         )
 
-    def _dropped(self, pair: PreferencePair, renders: Renders) -> Iterator[str]:
+    def _dropped(self, group: Group, renders: Renders) -> Iterator[str]:
         """`role.field` of what the renders leave out."""
-        for history in (pair.history, pair.rejected_history or ()):
+        for history in group.histories or (group.history,):
             plain = {place for place, m in enumerate(history) if _is_long(m) and m["content"].strip() in renders.history}
-            yield from self._left_out(pair, history, renders.history, range(len(history)), plain=plain)
-        for history, answer, text in (
-            (pair.history, pair.chosen, renders.chosen),
-            (pair.rejected_history or pair.history, pair.rejected, renders.rejected),
-        ):
-            content = answer["content"].strip()
+            yield from self._left_out(group, history, renders.history, range(len(history)), plain=plain)
+        for i, (completion, text) in enumerate(zip(group.completions, renders.wholes, strict=True)):
+            history, content = group.history_of(i), completion["content"].strip()
             plain = {len(history)} if text.count(content) > renders.history.count(content) else set()
-            yield from self._left_out(pair, (*history, answer), text, [len(history)], plain=plain)
+            yield from self._left_out(group, (*history, completion), text, [len(history)], plain=plain)
 
     def _left_out(
-        self, pair: PreferencePair, messages: Sequence[Message], text: str, places: Sequence[int], *, plain: Container[int]
+        self, group: Group, messages: Sequence[Message], text: str, places: Sequence[int], *, plain: Container[int]
     ) -> Iterator[str]:
         """What `text`, the render of all `messages`, leaves out of those at `places`; of `plain` ones it has the content."""
         holders: dict[str, list[int]] = defaultdict(list)
@@ -106,26 +101,26 @@ class Chat:
                 if name != "content" or place not in plain:
                     holders[name].append(place)
         for name, holding in holders.items():
-            if self._same(pair, _without(messages, name, holding), text, prompt=len(places) == len(messages)):
+            if self._same(group, _without(messages, name, holding), text, prompt=len(places) == len(messages)):
                 yield from (f"{messages[place]['role']}.{name}" for place in holding)
             elif len(holding) > 1:
                 for place in holding:
-                    if self._same(pair, _without(messages, name, [place]), text, prompt=len(places) == len(messages)):
+                    if self._same(group, _without(messages, name, [place]), text, prompt=len(places) == len(messages)):
                         yield f"{messages[place]['role']}.{name}"
 
-    def _same(self, pair: PreferencePair, messages: Sequence[Message], text: str, *, prompt: bool) -> bool:
+    def _same(self, group: Group, messages: Sequence[Message], text: str, *, prompt: bool) -> bool:
         try:
-            return self._render(pair, messages, prompt=prompt) == text
+            return self._render(group, messages, prompt=prompt) == text
         except RowRejected:  # the template misses the field: it reads it
             return False
 
-    def _refuse_templated(self, pair: PreferencePair) -> None:
-        for message in (*pair.history, *(pair.rejected_history or ()), pair.chosen, pair.rejected):
-            answer = message is pair.chosen or message is pair.rejected
+    def _refuse_templated(self, group: Group) -> None:
+        prompts = [message for history in group.histories or (group.history,) for message in history]
+        for message, end in [*((message, "") for message in prompts), *((message, self._end) for message in group.completions)]:
             for name, text in message.items():
                 if not isinstance(text, str):
                     continue
-                inner = text.rstrip().removesuffix(self._end) if answer else text
+                inner = text.rstrip().removesuffix(end) if end else text
                 token = next((token for token in self._turns if token in inner), None)
                 if token is not None:
                     raise RowRejected(

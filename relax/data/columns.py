@@ -1,17 +1,83 @@
-"""Which column of a file plays which part.
+"""Which column of a file plays which part, and the numbers that objectives read of a row: a line in `COLUMNS` each.
 
 A name comes from, in this order: an explicit key flag, `--conversation-key-map`, our own name, a usual synonym; in
 preprocessing from `map_keys` alone where that names the part.
-Invariant: one column plays one part, and a part asked for by flag that the file lacks is an error listing what it has.
+Invariant: one column plays one part, and a part asked for by flag that the file lacks is an error listing what it has. A column
+that no objective of the run reads changes nothing, whatever it holds (`Column.always` has the exception).
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from relax.data.options import DataOptions
-from relax.data.rows import Row, without_missing
+from relax.data.rows import Row, RowRejected, shown, without_missing
 from relax.errors import UserError
+
+_FLOAT32_MAX = 3.4e38
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A number of a row that travels to the objectives that read it, as fp32.
+
+    default: what a row without one counts as; NaN where that is the objective's to say. The number is at_least <= x < below.
+    boolean: it is 0 or 1, also written true and false. single: it is of rows of one completion alone. always: read and part of
+    the data's fingerprint whatever the objective reads, as checkpoints know it.
+    """
+
+    name: str
+    default: float = math.nan
+    synonyms: tuple[str, ...] = ()
+    at_least: float = -_FLOAT32_MAX
+    below: float = math.inf
+    boolean: bool = False
+    single: bool = False
+    always: bool = False
+
+    def parse(self, value: Any) -> float | None:
+        """The row's number, None where it has none, which NaN means, too. Raises `RowRejected`."""
+        if value is None:
+            return None
+        if self.boolean:
+            return parse_boolean(value, what=self.name)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise RowRejected("schema", f"{self.name} is {shown(value)}, not a number") from None
+        except OverflowError:
+            number = math.inf
+        if math.isnan(number):
+            return None
+        if isinstance(value, bool) or not abs(number) <= _FLOAT32_MAX:
+            raise RowRejected("schema", f"{self.name} is {shown(value)}, not a finite number")
+        if not self.at_least <= number < self.below:
+            rule = f"at least {self.at_least:g}" + (f" and below {self.below:g}" if self.below < math.inf else "")
+            raise RowRejected("schema", f"{self.name} is {shown(value)}: it must be {rule}")
+        return number
+
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        Column("margin", default=0.0, always=True),
+        Column("weight", default=1.0, at_least=0.0),
+        Column("label_smoothing", at_least=0.0, below=0.5),
+        Column("label", boolean=True, single=True),
+        Column("score", single=True),
+    )
+}
+
+
+def parse_boolean(value: Any, *, what: str) -> float:
+    """1.0 or 0.0 of true, false, 1, 0, as such or as text. Raises `RowRejected`."""
+    known = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
+    found = known.get(str(value).strip().lower()) if isinstance(value, str | int | float) else None
+    if found is None:
+        raise RowRejected("schema", f"{what} is {shown(value)}, not true or false")
+    return found
+
 
 # Parts, with the names under which published data sets keep them.
 SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -22,15 +88,21 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "chosen": (),
     "rejected": (),
     "conversations": (),
+    "completions": (),
+    "ranks": (),
+    "ratings": ("scores",),
+    "completion": (),
+    "tie": (),
     "tools": (),
-    "margin": (),
     "chat_template_kwargs": (),
+    **{column.name: column.synonyms for column in COLUMNS.values()},
 }
-# An instruction has one answer.
-INSTRUCTION_SYNONYMS = {part: names for part, names in SYNONYMS.items() if part not in ("chosen", "rejected")}
+COMPLETION_PARTS = ("chosen", "rejected", "completions", "ranks", "ratings", "completion", "tie")
+# An instruction has one completion, its response.
+INSTRUCTION_SYNONYMS = {part: names for part, names in SYNONYMS.items() if part not in COMPLETION_PARTS}
 INSTRUCTION_SYNONYMS["response"] = ("output",)
 # What a row may lack; `EMPTY` values, "nan" among them, as Python's csv module writes NaN, mean that it does.
-OPTIONAL_PARTS = ("query", "system", "history", "tools", "margin", "chat_template_kwargs")
+OPTIONAL_PARTS = ("query", "system", "history", "ranks", "ratings", "tie", "tools", "chat_template_kwargs", *COLUMNS)
 EMPTY: tuple[Any, ...] = (None, "", "nan", [], {})
 MESSAGE_FIELDS = ("role", "content")
 ROLES = ("system", "user", "assistant", "tool")
@@ -76,7 +148,7 @@ def resolve_columns(available: Collection[str], *, options: DataOptions, path: s
         "tools": ("--tool-key", options.tool_key),
     }
     names = _mapped_parts(available, map_keys=options.map_keys or {}, path=path)
-    for part, synonyms in (INSTRUCTION_SYNONYMS if options.single_answer else SYNONYMS).items():
+    for part, synonyms in (INSTRUCTION_SYNONYMS if options.single_completion else SYNONYMS).items():
         if part in (options.map_keys or {}):
             continue
         flag, asked = flags.get(part, ("", None))

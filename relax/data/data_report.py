@@ -229,37 +229,50 @@ def counted(number: int, noun: str) -> str:
 
 
 class TokenCounts:
-    """Token counts of the kept pairs: exact statistics of any number of them, from how often each length comes."""
+    """Token counts of the kept groups: exact statistics of any number of them, from how often each length comes."""
 
     def __init__(self) -> None:
-        self.pairs = 0
-        self._counts: dict[str, Counter[int]] = {part: Counter() for part in ("prompt", "chosen", "rejected", "total")}
+        self.groups = 0
+        self._prompts: Counter[int] = Counter()
+        self._totals: Counter[int] = Counter()
+        self._completions: list[Counter[int]] = []  # by their place in the group
 
     def add(self, lengths: np.ndarray) -> None:
-        """Count some pairs; `lengths` int [num_pairs, 3] of P, C, R. `total` is 2P + C + R."""
-        self.pairs += len(lengths)
-        total = lengths.sum(axis=1) + lengths[:, 0]
-        for counts, values in zip(self._counts.values(), [*lengths.T, total], strict=True):
-            counts.update(values.tolist())
+        """Count some groups, `lengths` int [num_groups, 1 + K]. `total` has the prompt for each completion: 2P + C + R."""
+        self.groups += len(lengths)
+        copies = np.count_nonzero(lengths[:, 1:], axis=1)
+        self._prompts.update(lengths[:, 0].tolist())
+        self._totals.update((lengths.sum(axis=1) + (copies - 1) * lengths[:, 0]).tolist())
+        self._completions += [Counter() for _ in range(lengths.shape[1] - 1 - len(self._completions))]
+        for counts, values in zip(self._completions, lengths[:, 1:].T, strict=False):
+            counts.update(values[values > 0].tolist())
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """By part; percentiles as numpy's, linear between neighbours."""
-        return {part: self._part(counts) for part, counts in self._counts.items()} if self.pairs else {}
+        """By part: the prompt, chosen and rejected of pairs, else any completion, the whole."""
+        if not self.groups:
+            return {}
+        pairs = [counts.total() for counts in self._completions] == [self.groups, self.groups]
+        completions = {"completion": sum(self._completions, Counter())}
+        if pairs:
+            completions = dict(zip(("chosen", "rejected"), self._completions, strict=True))
+        parts = {"prompt": self._prompts, **completions, "total": self._totals}
+        return {part: self._part(counts) for part, counts in parts.items()}
 
     def _part(self, counts: Counter[int]) -> dict[str, float]:
-        values = sorted(counts)
+        """Percentiles are numpy's, linear between neighbours."""
+        values, number = sorted(counts), counts.total()
         ends = np.cumsum([counts[value] for value in values])
         total = sum(value * count for value, count in counts.items())
 
         def percentile(percent: int) -> float:
-            place, between = divmod((self.pairs - 1) * percent, 100)
+            place, between = divmod((number - 1) * percent, 100)
             low, high = (values[np.searchsorted(ends, place + step, side="right")] for step in (0, between > 0))
             return low + (high - low) * between / 100
 
         percentiles = {f"p{percent}": percentile(percent) for percent in (50, 90, 99)}
         return {
             "min": float(values[0]),
-            "mean": total / self.pairs,
+            "mean": total / number,
             **percentiles,
             "max": float(values[-1]),
             "sum": float(total),

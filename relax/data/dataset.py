@@ -1,19 +1,20 @@
-"""Tokenized pairs on disk: written once as flat arrays, read back through memory maps.
+"""Tokenized groups on disk: written once as flat arrays, read back through memory maps.
 
-A cache entry is a directory of `tokens.bin` (int32, each pair as prompt, chosen, rejected), `lengths.npy`,
-`hashes.npy`, `margins.npy` (where rows have margins), `meta.json`, the refused rows of the report, and the checksums of
-all of them. It is written beside its final name and renamed when complete.
+A cache entry is a directory of `tokens.bin` (int32, each group as its prompt and its completions, best first), `lengths.npy`,
+`hashes.npy`, `ranks.npy` (where completions are tied), `column_NAME.npy` (where rows have that number), `meta.json`, the
+refused rows of the report, and the checksums of all of them. It is written beside its final name and renamed when complete.
 
 Invariants: an entry under its final name is complete; one that is damaged is told apart and written again; several
-processes may write the same entry, and one of them wins; reading pair i touches only its own bytes; the same pairs give
-the same fingerprint wherever they came from.
+processes may write the same entry, and one of them wins; reading group i touches only its own bytes; the same groups give
+the same fingerprint wherever they came from; pairs have the fingerprints that checkpoints and reference tables know them by.
 """
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
@@ -21,78 +22,80 @@ from typing import Any, BinaryIO, Protocol, Self
 import numpy as np
 
 from relax.data.checksums import check_regular, damage, write_checksums
+from relax.data.columns import COLUMNS
 from relax.data.data_report import DataReport
 from relax.data.scratch import scratch_directory
 from relax.errors import UserError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizedPair:
-    """Token ids, int32 [num_tokens], of a shared prompt and its two answers; `margin` is 0.0 where the row has none."""
+class TokenizedGroup:
+    """Token ids, int32 [num_tokens], of a prompt and of each of its completions, best first."""
 
     prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
-    margin: float = 0.0
-
-    @property
-    def completions(self) -> tuple[np.ndarray, ...]:
-        """Chosen, rejected."""
-        return self.chosen, self.rejected
+    completions: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairBlock:
-    """Some tokenized pairs in order.
+class GroupBlock:
+    """Some tokenized groups in order; K: the most completions of one.
 
-    tokens: int32 [sum of lengths], each pair as prompt, chosen, rejected; lengths: int32 [pairs, 3]; trained: int32
-    [pairs, 2], how many tokens of each answer are trained on; hashes: uint8 [pairs, 16]; margins: float32 [pairs], NaN
-    where none.
+    tokens: int32 [sum of lengths], each group as its prompt and its completions; lengths: int32 [groups, 1 + K], 0 where it has
+    fewer than K; trained: int32 [groups, K], how many tokens of each completion are trained on; hashes: uint8 [groups, 16];
+    ranks: int32 [groups, K], from 1, the best; None where no completions are tied; columns: {name: float32 [groups]}, NaN where
+    the row has none.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     trained: np.ndarray
     hashes: np.ndarray
-    margins: np.ndarray
+    ranks: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
-    def select(self, keep: np.ndarray) -> "PairBlock":
-        """The pairs where keep, bool [pairs], is True."""
+    def select(self, keep: np.ndarray) -> "GroupBlock":
+        """The groups where keep, bool [groups], is True."""
         if keep.all():
             return self
-        return PairBlock(
+        return GroupBlock(
             tokens=self.tokens[np.repeat(keep, self.lengths.sum(axis=1))],
             lengths=self.lengths[keep],
             trained=self.trained[keep],
+            ranks=None if self.ranks is None else self.ranks[keep],
             hashes=self.hashes[keep],
-            margins=self.margins[keep],
+            columns={name: values[keep] for name, values in self.columns.items()},
         )
 
 
-class PairWriter(Protocol):
-    """Where tokenized pairs go."""
+class GroupWriter(Protocol):
+    """Where tokenized groups go."""
 
-    def add(self, pairs: PairBlock) -> None:
-        """Append some pairs."""
+    def add(self, groups: GroupBlock) -> None:
+        """Append some groups."""
 
 
-class PairDataset:
-    """Memory-mapped tokenized pairs.
+class GroupDataset:
+    """Memory-mapped tokenized groups.
 
-    lengths: int64 [num_pairs, 3] of prompt, chosen, rejected.
-    margins: float32 [num_pairs], or None where no row has one.
-    hashes: uint8 [num_pairs, 16], blake2b-128 of each pair's ids (`worker.pair_hash`).
-    fingerprint: SHA-256 of hashes and margins in order, hex.
+    lengths: int64 [num_groups, 1 + K] of the prompt and of each completion, 0 where a group has fewer than K.
+    ranks: int32 [num_groups, K] from 1, the best, 0 where a group has fewer; None where no completions are tied.
+    columns: {name: float32 [num_groups]}, of those that any row has, with `Column.default` where a row has none.
+    hashes: uint8 [num_groups, 16], blake2b-128 of each group's ids (`worker.group_hash`).
+    fingerprint: SHA-256 of hashes, columns and ranks in order, hex. scored_fingerprint: without what moves no score, though
+    margins, which were always in it, are.
     max_token_id: the largest id in the set; report: what became of the rows.
     """
 
     def __init__(self, directory: Path, *, report: DataReport, meta: dict[str, Any]) -> None:
         self.lengths: np.ndarray = np.load(directory / "lengths.npy")
         self.hashes: np.ndarray = np.load(directory / "hashes.npy")
-        self.margins: np.ndarray | None = np.load(directory / "margins.npy") if meta["margins"] else None
+        self.ranks: np.ndarray | None = np.load(directory / "ranks.npy") if meta["ranks"] else None
+        self._given = {name: np.load(directory / f"column_{name}.npy") for name in meta["columns"]}
+        self.columns = {name: _filled(name, values) for name, values in self._given.items()}
         self.fingerprint: str = meta["fingerprint"]
+        self.scored_fingerprint: str = meta["scored_fingerprint"]
         self.max_token_id: int = meta["max_token_id"]
         self.report = report
         self._tokens = np.memmap(directory / "tokens.bin", dtype="<i4", mode="r")
@@ -106,37 +109,42 @@ class PairDataset:
         return cls(directory, report=report, meta=meta)
 
     @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """Numbers of the rows, by name, each [num_pairs]."""
-        return {} if self.margins is None else {"margin": self.margins}
+    def num_completions(self) -> int:
+        """The most completions of a group."""
+        return self.lengths.shape[1] - 1
+
+    def lacking(self, column: str) -> np.ndarray:
+        """The groups, bool [num_groups], whose row has no number in a column, though it could have one."""
+        lacks = np.isnan(self._given[column]) if column in self._given else np.ones(len(self), dtype=bool)
+        return lacks & (np.count_nonzero(self.lengths[:, 1:], axis=1) == 1) if COLUMNS[column].single else lacks
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> TokenizedPair:
+    def __getitem__(self, index: int) -> TokenizedGroup:
         if not 0 <= index < len(self):
-            raise IndexError(f"pair {index} of {len(self)}")
-        prompt, chosen, _ = (int(length) for length in self.lengths[index])
+            raise IndexError(f"group {index} of {len(self)}")
+        lengths = self.lengths[index].tolist()
         end = int(self._ends[index])
-        start = end - int(self.lengths[index].sum())
+        start = end - sum(lengths)
         ids = np.asarray(self._tokens[start:end])
-        return TokenizedPair(
-            prompt=ids[:prompt],
-            chosen=ids[prompt : prompt + chosen],
-            rejected=ids[prompt + chosen :],
-            margin=0.0 if self.margins is None else float(self.margins[index]),
-        )
+        ends = list(itertools.accumulate(lengths))
+        completions = (ids[first:last] for first, last in itertools.pairwise(ends))
+        return TokenizedGroup(ids[: ends[0]], tuple(part for part in completions if len(part)))
+
+
+def _filled(name: str, values: np.ndarray) -> np.ndarray:
+    """A column with its default where a row has no number."""
+    return np.nan_to_num(values, nan=COLUMNS[name].default)
 
 
 class EntryWriter:
-    """Writes one cache entry, pairs in order; leaving the context without `publish` leaves nothing behind."""
+    """Writes one cache entry, groups in order; leaving the context without `publish` leaves nothing behind."""
 
     def __init__(self, target: Path) -> None:
         self._target = target
         self._scratch = scratch_directory(target)
-        self._lengths: list[np.ndarray] = []
-        self._hashes: list[np.ndarray] = []
-        self._margins: list[np.ndarray] = []
+        self._blocks: list[GroupBlock] = []  # without what is on disk or not kept
         self._max_token_id = -1
         self._directory: Path
         self._tokens: BinaryIO
@@ -152,31 +160,35 @@ class EntryWriter:
         finally:
             self._scratch.__exit__(kind, error, traceback)
 
-    def add(self, pairs: PairBlock) -> None:
-        """Append some pairs."""
-        self._tokens.write(np.ascontiguousarray(pairs.tokens, "<i4").data)
-        self._max_token_id = max(self._max_token_id, int(pairs.tokens.max(initial=-1)))
-        self._lengths.append(pairs.lengths.astype(np.int64))
-        self._hashes.append(pairs.hashes)
-        self._margins.append(pairs.margins)
+    def add(self, groups: GroupBlock) -> None:
+        """Append some groups."""
+        self._tokens.write(np.ascontiguousarray(groups.tokens, "<i4").data)
+        self._max_token_id = max(self._max_token_id, int(groups.tokens.max(initial=-1)))
+        self._blocks.append(replace(groups, tokens=groups.tokens[:0], trained=groups.trained[:0]))
 
     def publish(self, report: DataReport) -> None:
         """Complete the entry and give it its name; an equal entry that another process published first stays."""
-        lengths = np.concatenate([np.empty((0, 3), np.int64), *self._lengths])
-        hashes = np.concatenate([np.empty((0, 16), np.uint8), *self._hashes])
-        margins = np.concatenate([np.empty(0, np.float32), *self._margins])
-        has_margins = not np.isnan(margins).all()
-        margins = np.nan_to_num(margins, nan=0.0)
+        hashes = np.concatenate([np.empty((0, 16), np.uint8), *(block.hashes for block in self._blocks)])
+        columns = self._columns()
         digest = hashlib.sha256(hashes.tobytes())
-        arrays = {"lengths": lengths, "hashes": hashes}
-        if has_margins:
-            digest.update(margins.astype("<f4").tobytes())
-            arrays["margins"] = margins
+        if "margin" in columns:
+            digest.update(_filled("margin", columns["margin"]).astype("<f4").tobytes())
+        scored = digest.hexdigest()
+        for name in (name for name in columns if name != "margin"):
+            digest.update(name.encode() + columns[name].astype("<f4").tobytes())
+        arrays = {"lengths": _stacked([block.lengths for block in self._blocks]).astype(np.int64), "hashes": hashes}
+        arrays |= {f"column_{name}": column for name, column in columns.items()}
+        ranks = self._ranks()
+        if ranks is not None:
+            digest.update(b"ranks" + ranks.astype("<i4").tobytes())
+            arrays["ranks"] = ranks
         meta = {
             "version": FORMAT_VERSION,
-            "margins": has_margins,
+            "columns": list(columns),
+            "ranks": ranks is not None,
             "max_token_id": self._max_token_id,
             "fingerprint": digest.hexdigest(),
+            "scored_fingerprint": scored,
             "report": report.to_meta(self._directory),
         }
         for name, array in arrays.items():
@@ -187,6 +199,19 @@ class EntryWriter:
             _sync(file)
         write_checksums(self._directory)
         self._take_name()
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        """The columns in which any row has a number, sorted by name, NaN where one has none."""
+        names = sorted({name for block in self._blocks for name in block.columns})
+        columns = {name: np.concatenate([block.columns[name] for block in self._blocks]) for name in names}
+        return {name: column for name, column in columns.items() if not np.isnan(column).all()}
+
+    def _ranks(self) -> np.ndarray | None:
+        """Ranks int32 [num_groups, K], None where no completions are tied."""
+        if all(block.ranks is None for block in self._blocks):
+            return None
+        ranks = _stacked([_best_first(block.lengths) if block.ranks is None else block.ranks for block in self._blocks])
+        return ranks if ((ranks[:, 1:] == ranks[:, :-1]) & (ranks[:, 1:] > 0)).any() else None
 
     def _take_name(self) -> None:
         try:
@@ -199,6 +224,17 @@ class EntryWriter:
                 with scratch_directory(self._target) as aside:
                     os.rename(self._target, aside / "damaged")
                 self._take_name()
+
+
+def _best_first(lengths: np.ndarray) -> np.ndarray:
+    """Ranks int32 [groups, K] of groups whose completions are not tied."""
+    return np.where(lengths[:, 1:] > 0, np.arange(1, lengths.shape[1], dtype=np.int32), np.int32(0))
+
+
+def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of [rows, width] each, one above the other, 0 where one is narrower."""
+    width = max((part.shape[1] for part in parts), default=0)
+    return np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
 
 
 def entry_problem(directory: Path) -> str | None:

@@ -3,11 +3,11 @@
 import numpy as np
 
 from relax.data.data_report import counted
-from relax.data.dataset import PairDataset
+from relax.data.dataset import GroupDataset
 from relax.errors import UserError
 
 
-def check_held_out(evaluation: PairDataset, train: PairDataset, *, strict: bool) -> None:
+def check_held_out(evaluation: GroupDataset, train: GroupDataset, *, strict: bool) -> None:
     """Note in the evaluation set's report how many of its pairs are trained on. Raises `UserError` for any if `strict`."""
     shared = shared_pairs(evaluation, train)
     if not len(shared):
@@ -19,7 +19,7 @@ def check_held_out(evaluation: PairDataset, train: PairDataset, *, strict: bool)
     evaluation.report = evaluation.report.with_notes(text)
 
 
-def shared_pairs(evaluation: PairDataset, train: PairDataset) -> np.ndarray:
+def shared_pairs(evaluation: GroupDataset, train: GroupDataset) -> np.ndarray:
     """Indices, int64 in order, of the evaluation pairs whose token ids are those of a training pair."""
     first_words = np.ascontiguousarray(train.hashes[:, :8]).view("<u8").ravel()
     known = np.sort(np.ascontiguousarray(evaluation.hashes[:, :8]).view("<u8").ravel())

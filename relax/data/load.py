@@ -1,4 +1,4 @@
-"""Data files -> `PairDataset`: from the cache where these very pairs were tokenized before, else through the pipeline.
+"""Data files -> `GroupDataset`: from the cache where these very pairs were tokenized before, else through the pipeline.
 
 Invariants: the result depends on file contents, tokenizer and options alone, whatever became of the cache, and on the day
 where a chat template reads the clock and the options name no day; a tokenized prefix gives the pairs, and so the
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from relax.data.dataset import EntryWriter, PairDataset, cache_failure, entry_problem
+from relax.data.dataset import EntryWriter, GroupDataset, cache_failure, entry_problem
 from relax.data.directories import expand_paths, left_out
 from relax.data.fingerprint import cache_key
 from relax.data.options import DataOptions
@@ -34,7 +34,7 @@ def load_pairs(
     indexed: IndexedFormat | None = None,
     verify: bool = True,
     today: date | None = None,
-) -> PairDataset:
+) -> GroupDataset:
     """Read, tokenize and cache the pairs of `paths`, in order; `title` names the set in the report.
 
     `indexed` reads tokenized prefixes; `today` is for templates that read the clock. Without `verify`, an entry that is
@@ -79,7 +79,7 @@ def load_pairs(
                 writer.publish(report)
         except OSError as error:
             raise cache_failure(entry.parent, error) from error
-    dataset = PairDataset.open(entry, paths=[str(file) for file in files], title=title)
+    dataset = GroupDataset.open(entry, paths=[str(file) for file in files], title=title)
     rebuilt = [f"{entry}: {problem}; the rows were tokenized again"] if problem else []
     dataset.report = dataset.report.with_notes(*rebuilt, *notes)
     return dataset

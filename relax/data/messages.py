@@ -14,7 +14,7 @@ from relax.data.json_stream import load_json
 from relax.data.rows import Message, Row, RowRejected, describe, parse_json_column, shown, without_missing
 
 # The parts that may be messages.
-MESSAGE_PARTS = ("prompt", "chosen", "rejected", "response", "conversations")
+MESSAGE_PARTS = ("prompt", "chosen", "rejected", "completion", "response", "conversations")
 _OTHER_ROLES = ("developer", "function", "model", "bot")
 
 
@@ -65,8 +65,8 @@ def read_messages(value: Any, *, what: str, columns: Columns) -> list[Message]:
     return [read_message(message, what=what, columns=columns) for message in value]
 
 
-def answer_message(value: Any, *, what: str, columns: Columns) -> Message:
-    """One assistant answer given as a string, a message, or a list of one message. Raises `RowRejected`."""
+def completion_message(value: Any, *, what: str, columns: Columns) -> Message:
+    """One completion of the assistant's given as a string, a message, or a list of one message. Raises `RowRejected`."""
     if isinstance(value, str):
         return {"role": "assistant", "content": value}
     if value == []:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from relax.errors import UserError
 
-INSTRUCTION = "alpaca_instruction"  # the one row format with a single answer
+INSTRUCTION = "alpaca_instruction"  # the row format of one completion that nothing is said of
 OversizeStrategy = Literal["keep", "skip", "truncate_left", "truncate_right"]
 
 # Arguments of apply_chat_template that the pipeline itself sets; a template must not receive them from outside.
@@ -29,14 +29,15 @@ ROW_RESERVED_TEMPLATE_KWARGS = RESERVED_TEMPLATE_KWARGS | {"chat_template", "str
 class DataOptions:
     """Options of one data set; names follow the flags. Raises `UserError` naming the flag when a value cannot work.
 
-    `max_length`, `max_completion_length`, `max_tokens` are tokens per pair: prompt + longer completion, one completion,
+    `max_length`, `max_completion_length`, `max_tokens` are tokens per row: prompt + longest completion, one completion,
     and the micro-batch budget. Keys of None mean the usual column name. `whole_render` keeps the template's whole
-    render (reward model, which also reads margins); without it a completion stops at its end-of-turn token (DPO).
+    render (reward model); without it a completion stops at its end-of-turn token (DPO). `reads`: the columns of
+    `relax.data.columns` that the objective reads.
     `conversation_key_map` maps names found in the file (columns, message fields, roles) to ours. Training drops a pair
     that came before; whoever asks for scores of rows keeps every row (`drop_duplicates=False`). `chat_template=False`
-    takes prompt and answers as they are, between BOS and end token.
+    takes prompt and completions as they are, between BOS and end token.
 
-    Preprocessing sets the last three. `to_file`: an answer keeps both readings (see `render.PairIds`), and a pair with a
+    Preprocessing sets the last three. `to_file`: a completion keeps both readings (see `render.GroupIds`), and a row with a
     side longer than `max_length` is dropped rather than cut. `row_formats`: the formats that rows may have (none: any).
     `map_keys`: the column that plays a part, "" where none shall.
     """
@@ -46,6 +47,7 @@ class DataOptions:
     max_tokens: int = 8192
     oversize_strategy: OversizeStrategy = "keep"
     whole_render: bool = False
+    reads: tuple[str, ...] = ()
     prompt_key: str | None = None
     chosen_key: str | None = None
     rejected_key: str | None = None
@@ -89,8 +91,8 @@ class DataOptions:
         return self.chat_template_kwargs or {}
 
     @property
-    def single_answer(self) -> bool:
-        """Rows are instructions, whose one answer stands for both sides."""
+    def single_completion(self) -> bool:
+        """Rows are instructions."""
         return self.row_formats == (INSTRUCTION,)
 
     @property

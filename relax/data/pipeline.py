@@ -1,10 +1,10 @@
-"""Data files -> tokenized pairs in a writer, and the report of what became of every row.
+"""Data files -> tokenized groups in a writer, and the report of what became of every row.
 
 files -> scan (format, columns, broken lines) -> chunks -> workers (rows, render, encode, limits) -> duplicates out ->
-writer. Training writes a cache entry, preprocessing a tokenized prefix: the same path, so the same pairs.
+writer. Training writes a cache entry, preprocessing a tokenized prefix: the same path, so the same groups.
 
-Invariants: the pairs depend on file contents, tokenizer and options alone; they come in the same order for any number
-of workers; memory is bounded by a few chunks per worker, plus what the writer keeps of a pair.
+Invariants: the groups depend on file contents, tokenizer and options alone; they come in the same order for any number
+of workers; memory is bounded by a few chunks per worker, plus what the writer keeps of a group.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from relax.data.data_report import MARK_NAMES, DataReport, FileSummary, Rejections, TokenCounts, counted
-from relax.data.dataset import PairWriter
+from relax.data.dataset import GroupWriter
 from relax.data.options import DataOptions
 from relax.data.prefix import is_prefix
 from relax.data.provenance import check_provenance
@@ -36,8 +36,8 @@ ADVICE = {
     "(in preprocessing: map_keys).",
     "prompt_mismatch": "Give both sides the same history, or put it into a prompt column and leave only the answers there.",
     "identical": "Check that --chosen-key and --rejected-key name two different answers.",
-    "post_truncation_identical": "The answers differ only behind --preference-max-completion-length: raise it.",
-    "empty_completion": "Fill in the answers, or use a chat template that writes what they hold (tool calls, reasoning).",
+    "post_truncation_identical": "The completions differ only behind --preference-max-completion-length: raise it.",
+    "empty_completion": "Fill in the completions, or use a chat template that writes what they hold (tool calls, reasoning).",
     "oversize": "Raise --max-tokens-per-gpu, or choose another --sft-oversize-strategy (in preprocessing: raise seq_length).",
     "boundary": "The chat template rewrites the conversation once it is answered: use one that does not.",
 }
@@ -51,7 +51,7 @@ def scan_files(files: Sequence[Path], *, options: DataOptions, indexed: IndexedF
 def tokenize_files(
     files: Sequence[Path],
     scans: Sequence[FileScan],
-    writer: PairWriter,
+    writer: GroupWriter,
     *,
     tokenizer: Any,
     tokenizer_dir: Path,
@@ -61,7 +61,7 @@ def tokenize_files(
     indexed: IndexedFormat | None,
     progress: Callable[[int, int], None],
 ) -> DataReport:
-    """Write the pairs of `files` and report; `progress` hears of (rows done, rows in all). Raises as `load_pairs` does."""
+    """Write the groups of `files` and report; `progress` hears of (rows done, rows in all). Raises as `load_pairs` does."""
     for path, scan in zip(files, scans, strict=True):
         if scan.tokenized:
             check_provenance(path, num_pairs=scan.num_rows, tokenizer=tokenizer, tokenizer_dir=tokenizer_dir, options=options)
@@ -93,6 +93,13 @@ def read_files(files: Sequence[Path], *, indexed: IndexedFormat | None) -> Itera
         yield from read_tokenized(path, indexed, file=index) if is_prefix(path) else read_chunks(path, file=index)
 
 
+def kept_rows(report: DataReport, *, indexed: IndexedFormat | None) -> Iterator[str]:
+    """`file:row` of each group of a data set, in order, found by reading its files again."""
+    refused = {row for rejections in report.rejected.values() for row in rejections.rows}
+    for chunk in read_files([Path(file.path) for file in report.files], indexed=indexed):
+        yield from (report.where((chunk.file, number)) for number in chunk.numbers if (chunk.file, number) not in refused)
+
+
 def _too_many_bad(report: DataReport) -> str:
     what, refused = "More than half of the rows are bad", report.rows_bad
     codes = [code for code in report.rejected if code not in DELIBERATE]
@@ -108,7 +115,7 @@ def _too_many_bad(report: DataReport) -> str:
 class Collector:
     """Takes chunk results in order: drops duplicates, writes the rest, counts everything."""
 
-    def __init__(self, writer: PairWriter, *, files: tuple[FileSummary, ...], options: DataOptions) -> None:
+    def __init__(self, writer: GroupWriter, *, files: tuple[FileSummary, ...], options: DataOptions) -> None:
         self._writer = writer
         self._files = files
         self._options = options
@@ -134,9 +141,9 @@ class Collector:
             self._count_dropped(result.file, number, sorted(names))
         marks = result.marks[keep]
         self._marks.update({name: int(np.count_nonzero(marks & mark)) for mark, (name, _) in MARK_NAMES.items()})
-        pairs = result.pairs.select(keep)
-        self._tokens.add(pairs.lengths)
-        self._writer.add(pairs)
+        groups = result.groups.select(keep)
+        self._tokens.add(groups.lengths)
+        self._writer.add(groups)
         return len(result.numbers) + len(result.rejections)
 
     def _duplicate(self, file: int, number: int, keys: Sequence[bytes]) -> Rejection | None:
@@ -168,7 +175,7 @@ class Collector:
         return DataReport(
             title=title,
             files=self._files,
-            rows_kept=self._tokens.pairs,
+            rows_kept=self._tokens.groups,
             rejected={code: self._rejected[code] for code in REASONS if code in self._rejected},
             marks=dict(self._marks),
             unused_columns=dict(sorted(self._unused.items())),

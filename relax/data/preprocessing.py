@@ -60,7 +60,7 @@ def preprocess(settings: Settings, *, indexed: IndexedFormat, progress: Callable
     options = _data_options(settings, tokenizer)
     scans = scan_files(files, options=options, indexed=None)
     try:
-        with TokenizedWriter(prefix, indexed=indexed, instructions=options.single_answer) as writer:
+        with TokenizedWriter(prefix, indexed=indexed, instructions=options.single_completion) as writer:
             report = tokenize_files(
                 files,
                 scans,
@@ -84,8 +84,8 @@ def _check_names(settings: Settings) -> None:
     if settings.handler_name not in HANDLERS:
         raise UserError(f"handler_name {settings.handler_name!r} is unknown; there are: {', '.join(HANDLERS)}")
     formats = HANDLERS[settings.handler_name]
-    answers = () if INSTRUCTION in formats else ("chosen", "rejected")
-    parts = dict.fromkeys([part for name in formats for part in FORMAT_PARTS[name]] + list(answers))
+    completions = () if INSTRUCTION in formats else ("chosen", "rejected")
+    parts = dict.fromkeys([part for name in formats for part in FORMAT_PARTS[name]] + list(completions))
     for name in settings.map_keys:
         if name not in parts:
             raise UserError(f"map_keys: {settings.handler_name} reads no {name!r}; it reads: {', '.join(parts)}")

@@ -1,13 +1,13 @@
-"""Pairs -> token ids, before any truncation.
+"""Rows -> token ids, before any truncation.
 
-Chat: the template renders each side whole, as inference would (`chat`), and the strings are encoded whole. The shared prompt is
-min(longest common prefix of both sides, longest common prefix of each with the render of the history plus generation
-prompt). Template side effects (Qwen3 inserts or drops `<think>` blocks) shrink that prefix; an answer is never cut.
-Plain text (no chat template, or none wanted): prompt and answers are encoded apart, so the prompt ids are the same by
-construction. An answer ends as the tokenizer's chat template ends one, where it has a template, else with EOS.
+Chat: the template renders the history with each completion whole, as inference would (`chat`), and the strings are encoded
+whole. The shared prompt is the longest common prefix of them all and of the render of the history plus generation prompt.
+Template side effects (Qwen3 inserts or drops `<think>` blocks) shrink that prefix; a completion is never cut.
+Plain text (no chat template, or none wanted): prompt and completions are encoded apart, so the prompt ids are the same by
+construction. A completion ends as the tokenizer's chat template ends one, where it has a template, else with EOS.
 
-Invariants: both sides have the same prompt ids, and prompt + answer is the side's render up to its end. No answer is
-the end token alone. What a policy is trained on of an answer ends with exactly one end token, whatever the template
+Invariants: all completions have the same prompt ids, and prompt + completion is the whole render up to its end. No completion
+is the end token alone. What a policy is trained on of one ends with exactly one end token, whatever the template
 writes after it. A leading BOS is never doubled, and never added that neither the template nor the post-processor wrote.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from relax.data.chat import Chat, Rendered
 from relax.data.encoding import RenderIds, encode_renders, encode_texts
 from relax.data.options import DataOptions
-from relax.data.rows import PlainText, PreferencePair, RowRejected
+from relax.data.rows import Group, PlainText, RowRejected, completion_names
 from relax.data.tokenizer import (
     TemplateFacts,
     eos_id,
@@ -33,8 +33,8 @@ from relax.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class PairIds:
-    """A pair's token ids, int32, each answer as long as the longer of its two readings, which are lengths (chosen, rejected):
+class GroupIds:
+    """A row's token ids, int32, each completion as long as the longer of its two readings, which are lengths:
 
     `trained`: up to the end token, what a policy is trained on; `rendered`: as the template writes it, what a reward model
     reads. The end token is behind the render where the template writes none. `shrunk`: the prompt is shorter than the
@@ -42,16 +42,15 @@ class PairIds:
     """
 
     prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
-    trained: tuple[int, int]
-    rendered: tuple[int, int]
+    completions: tuple[np.ndarray, ...]
+    trained: tuple[int, ...]
+    rendered: tuple[int, ...]
     shrunk: bool = False
     dropped: frozenset[str] = frozenset()
 
 
-class PairEncoder:
-    """Encodes pairs with one tokenizer. Building it runs the self-check and may raise `UserError`."""
+class GroupEncoder:
+    """Encodes rows with one tokenizer. Building it runs the self-check and may raise `UserError`."""
 
     def __init__(self, tokenizer: Any, *, options: DataOptions) -> None:
         self._tokenizer = tokenizer
@@ -67,62 +66,61 @@ class PairEncoder:
 
     @property
     def end_id(self) -> int:
-        """The token that closes an answer."""
+        """The token that closes a completion."""
         return self._facts.end_id
 
-    def encode(self, pairs: Sequence[PreferencePair]) -> list[PairIds | RowRejected]:
-        """One result per pair, in order; a row whose render fails is a `RowRejected`."""
+    def encode(self, groups: Sequence[Group]) -> list[GroupIds | RowRejected]:
+        """One result per group, in order; a row whose render fails is a `RowRejected`."""
         if self._chat is None:
-            return self._encode_plain([self._plain_text(pair) for pair in pairs])
-        return self._encode_chat(pairs, self._chat)
+            return self._encode_plain([self._plain_text(group) for group in groups])
+        return self._encode_chat(groups, self._chat)
 
-    def _encode_chat(self, pairs: Sequence[PreferencePair], chat: Chat) -> list[PairIds | RowRejected]:
-        rendered = [_attempt(chat.render_pair, pair) for pair in pairs]
+    def _encode_chat(self, groups: Sequence[Group], chat: Chat) -> list[GroupIds | RowRejected]:
+        rendered = [_attempt(chat.render_group, group) for group in groups]
         good = [result.renders for result in rendered if isinstance(result, Rendered)]
         encoded = iter(encode_renders(self._tokenizer, good, cut=self._facts.cut))
-        results: list[PairIds | RowRejected] = []
-        for pair, result in zip(pairs, rendered, strict=True):
+        results: list[GroupIds | RowRejected] = []
+        for group, result in zip(groups, rendered, strict=True):
             if isinstance(result, RowRejected):
                 results.append(result)
                 continue
-            ids = RenderIds(*(_single_bos(side, self._facts.bos_id) for side in next(encoded)))
-            results.append(_attempt(self._split, ids, partial(self._header_start, chat, pair, ids.history), result.dropped))
+            history, wholes = next(encoded)
+            bos_id = self._facts.bos_id
+            ids = RenderIds(_single_bos(history, bos_id), tuple(_single_bos(whole, bos_id) for whole in wholes))
+            results.append(_attempt(self._split, ids, partial(self._header_start, chat, group, ids.history), result.dropped))
         return results
 
-    def _split(self, ids: RenderIds, header_start: Callable[[], int], dropped: frozenset[str]) -> PairIds:
-        history, chosen, rejected = ids
-        shared = min(common_prefix(chosen, rejected), common_prefix(chosen, history), common_prefix(rejected, history))
+    def _split(self, ids: RenderIds, header_start: Callable[[], int], dropped: frozenset[str]) -> GroupIds:
+        history, wholes = ids
+        shared = min(common_prefix(whole, history) for whole in wholes)
         shrunk = shared < len(history)
         if shared == 0:
-            raise RowRejected("prompt_mismatch", "the renders of chosen and rejected share no first token")
+            raise RowRejected("prompt_mismatch", "the renders of the completions share no first token")
         if shrunk and shared < header_start():
             raise RowRejected("boundary", f"the renders part after {shared} tokens, before the assistant's turn begins")
-        pair = _pair_ids(history[:shared], chosen[shared:], rejected[shared:], facts=self._facts)
-        return replace(pair, shrunk=shrunk, dropped=dropped)
+        group = _group_ids(history[:shared], [whole[shared:] for whole in wholes], facts=self._facts)
+        return replace(group, shrunk=shrunk, dropped=dropped)
 
-    def _header_start(self, chat: Chat, pair: PreferencePair, history: np.ndarray) -> int:
+    def _header_start(self, chat: Chat, group: Group, history: np.ndarray) -> int:
         """Where the generation prompt begins: the history's render with and without it part there."""
-        bare = encode_texts(self._tokenizer, [chat.render_bare(pair)])[0]
+        bare = encode_texts(self._tokenizer, [chat.render_bare(group)])[0]
         return common_prefix(history, _single_bos(bare, self._facts.bos_id))
 
-    def _encode_plain(self, texts: Sequence[PlainText]) -> list[PairIds | RowRejected]:
-        encoded = iter(encode_texts(self._tokenizer, [part for t in texts for part in (t.prompt, t.chosen, t.rejected)]))
-        return [_attempt(self._join, *(next(encoded) for _ in range(3))) for _ in texts]
+    def _encode_plain(self, texts: Sequence[PlainText]) -> list[GroupIds | RowRejected]:
+        encoded = iter(encode_texts(self._tokenizer, [part for text in texts for part in (text.prompt, *text.completions)]))
+        return [_attempt(self._join, next(encoded), [next(encoded) for _ in text.completions]) for text in texts]
 
-    def _join(self, prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> PairIds:
+    def _join(self, prompt: np.ndarray, completions: Sequence[np.ndarray]) -> GroupIds:
         prompt = _single_bos(np.concatenate([self._leading, prompt]), self._facts.bos_id)
         if not len(prompt):
             raise RowRejected("prompt_mismatch", "the prompt has no tokens")
-        ended = _end_both(chosen, rejected, self._facts)
+        ended = _end_all(completions, self._facts)
         whole = self._facts.closes  # the text of a chat goes on behind the end token, as the template's does
-        answers = (
-            given if whole and self._facts.end_id in given else end
-            for given, end in zip((chosen, rejected), ended, strict=True)
-        )
-        return _pair_ids(prompt, *answers, facts=self._facts)
+        taken = [given if whole and self._facts.end_id in given else end for given, end in zip(completions, ended, strict=True)]
+        return _group_ids(prompt, taken, facts=self._facts)
 
-    def _plain_text(self, pair: PreferencePair) -> PlainText:
-        if pair.text is None or pair.tools:
+    def _plain_text(self, group: Group) -> PlainText:
+        if group.text is None or group.tools:
             why, remedy = (
                 ("--no-chat-template takes", "Leave the flag out (in preprocessing: prompt_type auto).")
                 if self._asked_plain
@@ -133,7 +131,7 @@ class PairEncoder:
                 )
             )
             raise UserError(f"{why} a prompt and answers as text, no messages, system prompt, history or tools. {remedy}")
-        return pair.text
+        return group.text
 
 
 T = TypeVar("T")
@@ -155,29 +153,29 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return first if size and different[first] else size
 
 
-def _pair_ids(prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray, *, facts: TemplateFacts) -> PairIds:
-    """The pair of two whole answers. Raises `RowRejected` for one that is nothing but the end token."""
-    ended = _end_both(chosen, rejected, facts)
-    return PairIds(
+def _group_ids(prompt: np.ndarray, completions: Sequence[np.ndarray], *, facts: TemplateFacts) -> GroupIds:
+    """The ids of whole completions. Raises `RowRejected` for one that is nothing but the end token."""
+    ended = _end_all(completions, facts)
+    return GroupIds(
         prompt,
-        chosen=max(chosen, ended[0], key=len),
-        rejected=max(rejected, ended[1], key=len),
-        trained=(len(ended[0]), len(ended[1])),
-        rendered=(len(chosen), len(rejected)),
+        completions=tuple(max(whole, end, key=len) for whole, end in zip(completions, ended, strict=True)),
+        trained=tuple(map(len, ended)),
+        rendered=tuple(map(len, completions)),
     )
 
 
-def _end_both(chosen: np.ndarray, rejected: np.ndarray, facts: TemplateFacts) -> tuple[np.ndarray, np.ndarray]:
-    """Both answers up to their end token. Raises `RowRejected` for one that is nothing but that."""
-    ended = _end_once(chosen, facts), _end_once(rejected, facts)
-    for side, ids in zip(("chosen", "rejected"), ended, strict=True):
+def _end_all(completions: Sequence[np.ndarray], facts: TemplateFacts) -> list[np.ndarray]:
+    """Completions up to their end token. Raises `RowRejected` for one that is nothing but that."""
+    ended = [_end_once(ids, facts) for ids in completions]
+    for place, ids in enumerate(ended):
         if len(ids) == 1:
-            raise RowRejected("empty_completion", f"{side} renders to no tokens but the end token")
+            name = completion_names(len(ended))[place]
+            raise RowRejected("empty_completion", f"{name} renders to no tokens but the end token")
     return ended
 
 
 def _end_once(ids: np.ndarray, facts: TemplateFacts) -> np.ndarray:
-    """The answer up to its end token, which is added where the template writes none and never doubled."""
+    """The completion up to its end token, which is added where the template writes none and never doubled."""
     ends = np.flatnonzero(ids == facts.end_id)
     last = int(ends[-1]) if len(ends) and (facts.closes or ends[-1] == len(ids) - 1) else None
     if last is None:

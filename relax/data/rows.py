@@ -1,13 +1,14 @@
 """The one shape every row format is read into, and the stable reasons for refusing a row.
 
-A `PreferencePair` is a shared history and two answers. Chat formats fill `history`, `chosen`, `rejected`; plain text
-formats also carry `text`, which serves tokenizers that have no chat template. Invariant: a `PreferencePair` always has
-two non-empty, different answers; what cannot become one raises `RowRejected` with a code of `REASONS`.
+A `Group` is a shared history and its completions, best first: two for a preference pair. Chat formats fill `history` and
+`completions`; plain text formats also carry `text`, which serves tokenizers that have no chat template. Invariant: the
+completions of a `Group` are not empty and differ; what cannot become one raises `RowRejected` with a code of `REASONS`.
 """
 
 import json
 import math
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from relax.data.json_stream import load_json
@@ -15,16 +16,14 @@ from relax.data.json_stream import load_json
 Message = dict[str, Any]
 Row = dict[str, Any]
 
-_FLOAT32_MAX = 3.4e38
-
 REASONS = {
     "schema": "the row does not hold what its file's format needs, as plain text or messages",
-    "prompt_mismatch": "chosen and rejected do not share a prompt",
-    "identical": "chosen and rejected are the same answer",
-    "post_truncation_identical": "chosen and rejected have the same token ids after truncation",
-    "empty_completion": "an answer is empty",
-    "oversize": "the pair has more tokens than asked for",
-    "duplicate": "the same pair (or pair id) came before",
+    "prompt_mismatch": "the completions do not share a prompt",
+    "identical": "two completions are the same",
+    "post_truncation_identical": "two completions have the same token ids after truncation",
+    "empty_completion": "a completion is empty",
+    "oversize": "the row has more tokens than asked for",
+    "duplicate": "the same row (or pair id) came before",
     "boundary": "the shared prompt ends before the assistant's turn begins",
 }
 # Dropped as asked (`--sft-oversize-strategy skip`, a file given twice): such a row is not a bad one.
@@ -42,43 +41,56 @@ class RowRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A pair as three strings, for tokenizers without a chat template. The answer continues the prompt directly."""
+    """A row as strings, for tokenizers without a chat template. A completion continues the prompt directly."""
 
     prompt: str
-    chosen: str
-    rejected: str
+    completions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferencePair:
-    """One row: the shared `history`, and the assistant's two answers as messages.
+class Group:
+    """One row: the shared `history`, and the assistant's completions of it as messages, best first.
 
-    An instruction row has one answer: `rejected` is `chosen` itself. `rejected_history` is there where the row gives the
-    rejected side another one: what the template writes of both must be the same.
+    `ranks` from 1, the best: there where completions are tied, () where each is better than the next. `histories`: each
+    completion's own, there where the row gives several: what the template writes of them must be the same. `columns`: the
+    numbers that the row has, by their names in `relax.data.columns`.
     """
 
     history: tuple[Message, ...]
-    chosen: Message
-    rejected: Message
-    rejected_history: tuple[Message, ...] | None = None
+    completions: tuple[Message, ...]
+    ranks: tuple[int, ...] = ()
+    histories: tuple[tuple[Message, ...], ...] = ()
     text: PlainText | None = None
     tools: list[Message] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    margin: float | None = None
+    columns: dict[str, float] = field(default_factory=dict)
     pair_id: str | None = None
 
     def __post_init__(self) -> None:
-        for side, message in (("chosen", self.chosen), ("rejected", self.rejected)):
-            if is_empty_answer(message):
-                raise RowRejected("empty_completion", f"{side} is empty")
-        if self.chosen == self.rejected and self.chosen is not self.rejected:
-            raise RowRejected("identical", "chosen and rejected are equal")
-        texts = [self.history, self.chosen, self.rejected, self.rejected_history, self.tools, self.template_kwargs]
+        names = completion_names(len(self.completions))
+        for name, message in zip(names, self.completions, strict=True):
+            if is_empty_completion(message):
+                raise RowRejected("empty_completion", f"{name} is empty")
+        for (name, message), (other, same) in combinations(zip(names, self.completions, strict=True), 2):
+            if message == same:
+                raise RowRejected("identical", f"{name} and {other} are equal")
+        texts = [self.history, self.completions, self.histories, self.tools, self.template_kwargs]
         if not _is_text(texts):
             raise RowRejected("schema", "the text holds half of a surrogate pair, which no tokenizer reads")
 
+    def history_of(self, completion: int) -> tuple[Message, ...]:
+        """What the row says came before a completion."""
+        return self.histories[completion] if self.histories else self.history
 
-def is_empty_answer(message: Message) -> bool:
+
+def completion_names(number: int) -> tuple[str, ...]:
+    """What messages call a row's completions."""
+    if number == 2:
+        return "chosen", "rejected"
+    return ("completion",) if number == 1 else tuple(f"completion {place} by rank" for place in range(1, number + 1))
+
+
+def is_empty_completion(message: Message) -> bool:
     """No text, no tool call, no reasoning: nothing that the model could be trained to say."""
     others = ("tool_calls", "reasoning_content", "reasoning", "thinking")
     return not str(message.get("content") or "").strip() and not any(message.get(name) for name in others)
@@ -91,23 +103,6 @@ def _is_text(content: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def parse_margin(value: Any) -> float | None:
-    """The row's margin, or None where it has none, which NaN means, too. Infinities are refused."""
-    if value is None:
-        return None
-    try:
-        margin = float(value)
-    except (TypeError, ValueError):
-        raise RowRejected("schema", f"margin is {shown(value)}, not a number") from None
-    except OverflowError:
-        margin = math.inf
-    if math.isnan(margin):
-        return None
-    if isinstance(value, bool) or not abs(margin) <= _FLOAT32_MAX:
-        raise RowRejected("schema", f"margin is {shown(value)}, not a finite number")
-    return margin
 
 
 def parse_json_column(value: Any, *, column: str, kind: type) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from relax.data.columns import Columns, resolve_columns
-from relax.data.formats import choose_format
+from relax.data.detection import choose_format
 from relax.data.json_stream import load_json
 from relax.data.options import DataOptions
 from relax.data.sources import Chunk, read_chunks

@@ -4,7 +4,7 @@ A row's labels are its ids where they are trained on and -100 elsewhere: over th
 writes behind the end token, which a policy is not trained on and a reward model reads. So one file serves both. Where a
 template writes no end token, the one that the pipeline adds is in the file, and a reward model reads it too.
 
-Invariants: a pair that was written is read back as the same `PairIds`; labels that are not the ids under which they
+Invariants: a pair that was written is read back as the same `GroupIds`; labels that are not the ids under which they
 stand are refused as `schema`; the two sides' prompts are equal or the row is refused as `prompt_mismatch`. The format
 on disk belongs to `IndexedFormat`, which the commands hand in.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from relax.data.columns import Columns
 from relax.data.prefix import IGNORED, PAIR_FIELDS, field_path, sidecar_path
-from relax.data.render import PairIds
+from relax.data.render import GroupIds
 from relax.data.rows import RowRejected
 from relax.data.scan import FileScan
 from relax.data.sources import CHUNK_ROWS, Chunk
@@ -75,7 +75,7 @@ def read_tokenized(prefix: Path, indexed: IndexedFormat | None, *, file: int) ->
         yield Chunk(file, numbers, rows)
 
 
-def read_row(row: Sequence[np.ndarray]) -> PairIds:
+def read_row(row: Sequence[np.ndarray]) -> GroupIds:
     """One row's fields, in the order of `PAIR_FIELDS`, as a pair. Raises `RowRejected`."""
     sides = dict(zip(("chosen", "rejected"), (row[:2], row[2:]), strict=True))
     spans = {side: _trained_span(*fields, side=side) for side, fields in sides.items()}
@@ -84,8 +84,8 @@ def read_row(row: Sequence[np.ndarray]) -> PairIds:
     if not start or not np.array_equal(chosen[:start], rejected[:other_start]):
         raise RowRejected("prompt_mismatch", "the two sides have different tokens before their answers, or none")
     trained = end - start, other_end - start
-    answers = chosen[start:], rejected[start:]
-    return PairIds(chosen[:start], *answers, trained=trained, rendered=(len(answers[0]), len(answers[1])))
+    completions = chosen[start:], rejected[start:]
+    return GroupIds(chosen[:start], completions, trained=trained, rendered=(len(completions[0]), len(completions[1])))
 
 
 def _trained_span(ids: np.ndarray, labels: np.ndarray, *, side: str) -> tuple[int, int]:

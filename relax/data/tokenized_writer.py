@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from relax.data.dataset import PairBlock
+from relax.data.dataset import GroupBlock
 from relax.data.fingerprint import file_sha256
 from relax.data.prefix import IGNORED, INSTRUCTION_FIELDS, PAIR_FIELDS, field_files, field_path, sidecar_path
 from relax.data.scratch import scratch_directory
@@ -41,7 +41,7 @@ class TokenizedWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._scratch.__exit__(kind, error, traceback)
 
-    def add(self, pairs: PairBlock) -> None:
+    def add(self, pairs: GroupBlock) -> None:
         """Append some pairs."""
         for row in instruction_rows(pairs) if self._instructions else pair_rows(pairs):
             for field, ids in row.items():
@@ -75,9 +75,9 @@ class TokenizedWriter:
         sidecar_path(self._prefix).unlink(missing_ok=True)
 
 
-def pair_rows(pairs: PairBlock) -> Iterator[Mapping[str, np.ndarray]]:
+def pair_rows(pairs: GroupBlock) -> Iterator[Mapping[str, np.ndarray]]:
     """Each pair as the fields of a row."""
-    for prompt, chosen, rejected, trained in _split(pairs):
+    for (prompt, chosen, rejected), trained in _split(pairs):
         yield {
             "chosen_input_ids": np.concatenate([prompt, chosen]),
             "chosen_labels": _labels(prompt, chosen, int(trained[0])),
@@ -86,22 +86,22 @@ def pair_rows(pairs: PairBlock) -> Iterator[Mapping[str, np.ndarray]]:
         }
 
 
-def instruction_rows(pairs: PairBlock) -> Iterator[Mapping[str, np.ndarray]]:
-    """Each instruction, whose answer is both sides of a pair, as the fields of a row."""
-    for prompt, answer, _, trained in _split(pairs):
-        ids = np.concatenate([prompt, answer])
-        yield {"input_ids": ids, "labels": _labels(prompt, answer, int(trained[0])), "attention_mask": np.ones_like(ids)}
+def instruction_rows(instructions: GroupBlock) -> Iterator[Mapping[str, np.ndarray]]:
+    """Each instruction, a group of one, as the fields of a row."""
+    for (prompt, response), trained in _split(instructions):
+        ids = np.concatenate([prompt, response])
+        yield {"input_ids": ids, "labels": _labels(prompt, response, int(trained[0])), "attention_mask": np.ones_like(ids)}
 
 
-def _split(pairs: PairBlock) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """(prompt, chosen, rejected, trained [2]) of each pair."""
-    parts = iter(np.split(pairs.tokens, np.cumsum(pairs.lengths)[:-1]) if len(pairs.lengths) else [])
-    yield from zip(parts, parts, parts, pairs.trained, strict=True)
+def _split(groups: GroupBlock) -> Iterator[tuple[tuple[np.ndarray, ...], np.ndarray]]:
+    """(the prompt and the completions, trained [K]) of each group; all have as many completions."""
+    parts = iter(np.split(groups.tokens, np.cumsum(groups.lengths)[:-1]) if len(groups.lengths) else [])
+    yield from zip(zip(*[parts] * groups.lengths.shape[1], strict=True), groups.trained, strict=True)
 
 
-def _labels(prompt: np.ndarray, answer: np.ndarray, trained: int) -> np.ndarray:
-    labels = np.full(len(prompt) + len(answer), IGNORED, dtype=np.int32)
-    labels[len(prompt) : len(prompt) + trained] = answer[:trained]
+def _labels(prompt: np.ndarray, completion: np.ndarray, trained: int) -> np.ndarray:
+    labels = np.full(len(prompt) + len(completion), IGNORED, dtype=np.int32)
+    labels[len(prompt) : len(prompt) + trained] = completion[:trained]
     return labels
 
 

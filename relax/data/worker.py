@@ -9,23 +9,25 @@ Invariants: a worker's exception reaches the caller as it was raised; a worker t
 import multiprocessing
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from relax.data.dataset import PairBlock
-from relax.data.formats import read_pair
-from relax.data.limits import LimitedPair, apply_limits
+from relax.data.columns import COLUMNS
+from relax.data.dataset import GroupBlock
+from relax.data.formats import read_group
+from relax.data.limits import LimitedGroup, apply_limits
 from relax.data.options import DataOptions
-from relax.data.render import PairEncoder, PairIds
-from relax.data.rows import PreferencePair, RowRejected, printable
+from relax.data.render import GroupEncoder, GroupIds
+from relax.data.rows import Group, RowRejected, printable
 from relax.data.scan import FileScan
 from relax.data.sources import Chunk
 from relax.data.template_guard import TemplateOverrun
@@ -49,14 +51,15 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkResult:
-    """The pairs of one chunk, in order, and what was refused.
+    """The groups of one chunk, in order, and what was refused.
 
-    numbers: row numbers [pairs]; marks: uint8 [pairs] (`limits.Mark`); keys: what makes a pair a duplicate (its ids before
-    any limit, its id where one was asked for); dropped_fields: (row number, message fields that the chat template left out).
+    numbers: row numbers [groups]; marks: uint8 [groups] (`limits.Mark`); keys: what makes a row a duplicate (its ids before any
+    limit and what is said of them, its id where one was asked for); dropped_fields: (row number, message fields that the chat
+    template left out).
     """
 
     file: int
-    pairs: PairBlock
+    groups: GroupBlock
     numbers: list[int]
     marks: np.ndarray
     keys: list[list[bytes]]
@@ -69,9 +72,10 @@ class _ReadRow(NamedTuple):
     """A row as token ids, before any limit."""
 
     number: int
-    ids: PairIds
-    margin: float | None
-    pair_id: str | None
+    ids: GroupIds
+    ranks: tuple[int, ...] = ()
+    columns: Mapping[str, float] = MappingProxyType({})
+    pair_id: str | None = None
 
 
 class ChunkTokenizer:
@@ -80,13 +84,14 @@ class ChunkTokenizer:
     def __init__(self, tokenizer: Any, *, scans: Sequence[FileScan], options: DataOptions) -> None:
         raw = not all(scan.tokenized for scan in scans)
         try:
-            self._encoder = PairEncoder(tokenizer, options=options) if raw else None
+            self._encoder = GroupEncoder(tokenizer, options=options) if raw else None
         except TemplateOverrun as overrun:
             raise UserError(f"The self-check of the chat template: {overrun}.") from None
         self._tokenizer = tokenizer
         self._scans = scans
         self._options = options
         self._unread = _unread_parts(tokenizer, options)
+        self._columns = [column.name for column in COLUMNS.values() if column.always or column.name in options.reads]
 
     def notes(self, tokenizer_dir: Path) -> tuple[str, ...]:
         """What the user should know of the tokenizer, which is that of `tokenizer_dir`. Raises `UserError`."""
@@ -98,41 +103,42 @@ class ChunkTokenizer:
         unused: Counter[str] = Counter()
         tokenized = self._scans[chunk.file].tokenized
         rows = _read_ids(chunk, rejections) if tokenized else self._encode(chunk, rejections, unused)
-        kept: list[tuple[_ReadRow, LimitedPair]] = []
+        kept: list[tuple[_ReadRow, LimitedGroup]] = []
         for row in rows:
             try:
                 kept.append((row, apply_limits(row.ids, options=self._options)))
             except RowRejected as rejection:
                 rejections.append(Rejection(row.number, rejection.code, rejection.detail))
         dropped = [(row.number, row.ids.dropped) for row, _ in kept if row.ids.dropped]
-        return replace(_result(chunk.file, kept, rejections=rejections, unused=unused), dropped_fields=dropped)
+        result = _result(chunk.file, kept, read=self._columns, rejections=rejections, unused=unused)
+        return replace(result, dropped_fields=dropped)
 
     def _encode(self, chunk: Chunk, rejections: list[Rejection], unused: Counter[str]) -> Iterator[_ReadRow]:
         """The rows that can be read and rendered; the others are added to `rejections`, overlooked columns to `unused`."""
         scan = self._scans[chunk.file]
-        read: list[tuple[int, PreferencePair]] = []
+        read: list[tuple[int, Group]] = []
         for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
             try:
-                read.append((number, read_pair(row, name=scan.format, columns=scan.columns, options=self._options)))
+                read.append((number, read_group(row, name=scan.format, columns=scan.columns, options=self._options)))
             except RowRejected as rejection:
                 rejections.append(Rejection(number, rejection.code, rejection.detail))
                 scan.columns.used.update(scan.columns.names.values())  # what it would have read, nobody knows
             if isinstance(row, dict):
                 unused.update(map(printable, scan.columns.unused(row, unread=self._unread)))
-        for (number, pair), ids in zip(read, self._encode_pairs(read, path=scan.path), strict=True):
+        for (number, group), ids in zip(read, self._encode_groups(read, path=scan.path), strict=True):
             if isinstance(ids, RowRejected):
                 rejections.append(Rejection(number, ids.code, ids.detail))
             else:
-                yield _ReadRow(number, ids, pair.margin, pair.pair_id)
+                yield _ReadRow(number, ids, group.ranks, group.columns, group.pair_id)
 
-    def _encode_pairs(self, read: Sequence[tuple[int, PreferencePair]], *, path: str) -> list[PairIds | RowRejected]:
-        """The ids of numbered pairs. Raises `UserError` naming the row with which the template does not end."""
+    def _encode_groups(self, read: Sequence[tuple[int, Group]], *, path: str) -> list[GroupIds | RowRejected]:
+        """The ids of numbered rows. Raises `UserError` naming the row with which the template does not end."""
         assert self._encoder is not None
         try:
-            return self._encoder.encode([pair for _, pair in read])
+            return self._encoder.encode([group for _, group in read])
         except TemplateOverrun as overrun:
             if len(read) > 1:  # which one was it? The others take no time
-                return [self._encode_pairs([row], path=path)[0] for row in read]
+                return [self._encode_groups([row], path=path)[0] for row in read]
             raise UserError(f"{path}:{read[0][0]}: {overrun}. Repair the template, or leave the row out.") from None
 
 
@@ -141,7 +147,7 @@ def _unread_parts(tokenizer: Any, options: DataOptions) -> list[str]:
     read = {
         "tools": options.chat_template and reads_tools(tokenizer, options.template_kwargs),
         "chat_template_kwargs": options.chat_template and has_chat_template(tokenizer, options.template_kwargs),
-        "margin": options.whole_render,
+        **{column.name: column.name in options.reads for column in COLUMNS.values() if column.always},
     }
     return [part for part, is_read in read.items() if not is_read]
 
@@ -150,31 +156,34 @@ def _read_ids(chunk: Chunk, rejections: list[Rejection]) -> Iterator[_ReadRow]:
     """The rows of a tokenized file that hold a pair; the others are added to `rejections`."""
     for number, row in zip(chunk.numbers, chunk.rows(), strict=True):
         try:
-            yield _ReadRow(number, read_row(row), None, None)
+            yield _ReadRow(number, read_row(row))
         except RowRejected as rejection:
             rejections.append(Rejection(number, rejection.code, rejection.detail))
 
 
 def _result(
     file: int,
-    kept: list[tuple[_ReadRow, LimitedPair]],
+    kept: list[tuple[_ReadRow, LimitedGroup]],
     *,
+    read: Sequence[str],
     rejections: list[Rejection],
     unused: Counter[str],
 ) -> ChunkResult:
-    parts = [part for _, ids in kept for part in (ids.prompt, ids.chosen, ids.rejected)]
-    hashes = b"".join(pair_hash(ids.prompt, ids.chosen, ids.rejected) for _, ids in kept)
-    margins = [np.nan if row.margin is None else row.margin for row, _ in kept]
-    pairs = PairBlock(
-        tokens=np.concatenate(parts) if parts else np.empty(0, np.int32),
-        lengths=np.array([len(part) for part in parts], np.int32).reshape(-1, 3),
-        trained=np.array([ids.trained for _, ids in kept], np.int32).reshape(-1, 2),
+    rows = [[group.prompt, *group.completions] for _, group in kept]
+    width = max(map(len, rows), default=3)
+    hashes = b"".join(group_hash(group.prompt, group.completions) for _, group in kept)
+    ranks = [row.ranks or range(1, len(group.completions) + 1) for row, group in kept]
+    groups = GroupBlock(
+        tokens=np.concatenate([part for row in rows for part in row]) if rows else np.empty(0, np.int32),
+        lengths=_rectangle([tuple(map(len, row)) for row in rows], width),
+        trained=_rectangle([group.trained for _, group in kept], width - 1),
         hashes=np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES),
-        margins=np.array(margins, np.float32),
+        ranks=_rectangle(ranks, width - 1) if any(row.ranks for row, _ in kept) else None,
+        columns={name: np.array([row.columns.get(name, np.nan) for row, _ in kept], np.float32) for name in read},
     )
     return ChunkResult(
         file=file,
-        pairs=pairs,
+        groups=groups,
         numbers=[row.number for row, _ in kept],
         marks=np.array([ids.marks for _, ids in kept], np.uint8),
         keys=[_keys(row) for row, _ in kept],
@@ -183,17 +192,24 @@ def _result(
     )
 
 
+def _rectangle(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """int32 [rows, width], 0 where a row is shorter."""
+    return np.array([(*row, *[0] * (width - len(row))) for row in rows], np.int32).reshape(-1, width)
+
+
 def _keys(row: _ReadRow) -> list[bytes]:
-    keys = [pair_hash(row.ids.prompt, row.ids.chosen, row.ids.rejected)]
+    said = [*row.ranks, *(number for name, number in row.columns.items() if COLUMNS[name].single)]
+    keys = [group_hash(row.ids.prompt, row.ids.completions) + np.array(said, "<f8").tobytes()]
     if row.pair_id is not None:
         keys.append(b"id " + row.pair_id.encode(errors="surrogatepass"))
     return keys
 
 
-def pair_hash(prompt: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> bytes:
-    """blake2b-128 of a pair's token ids; the lengths go first, so that no two splits of the same ids agree."""
-    digest = blake2b(np.array([len(prompt), len(chosen), len(rejected)], "<i4").tobytes(), digest_size=HASH_BYTES)
-    for ids in (prompt, chosen, rejected):
+def group_hash(prompt: np.ndarray, completions: Sequence[np.ndarray]) -> bytes:
+    """blake2b-128 of a group's token ids; the lengths go first, so that no two splits of the same ids agree."""
+    parts = (prompt, *completions)
+    digest = blake2b(np.array([len(ids) for ids in parts], "<i4").tobytes(), digest_size=HASH_BYTES)
+    for ids in parts:
         digest.update(np.ascontiguousarray(ids, "<i4").data)
     return digest.digest()
 

@@ -27,6 +27,8 @@ Head = Literal["lm", "scalar"]
 # loss: what is minimised; score: of one completion; reference: the frozen reference's; margin: of the better completion over
 # the worse one; strict, ties, accuracy: ranked right, equal, the first plus half the second; detail: anything else.
 Role = Literal["loss", "score", "reference", "margin", "strict", "ties", "accuracy", "detail"]
+# pair: two completions, the first better; tie: two, equally good; ranking: more, best first; single: one.
+GroupKind = Literal["pair", "tie", "ranking", "single"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class Scores:
     lengths [num_sequences]: completion tokens. group [num_sequences]: which group a sequence belongs to, counted from 0.
     reference [num_sequences]: the frozen reference's summed log-probabilities, where the objective needs them.
     columns {name: [num_groups]}: what the objective `reads` of the rows; a name is missing where no row of the data has it.
-    state: what the objective remembers of earlier steps. All tensors but `group` in fp64.
+    state: what the objective remembers of earlier steps. ranks [num_sequences]: from 1, the best of its group; None where no
+    two completions of any group are equally good. All tensors but `group` in fp64.
     """
 
     values: Tensor
@@ -59,6 +62,7 @@ class Scores:
     reference: Tensor | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, float] = field(default_factory=dict)
+    ranks: Tensor | None = None
 
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values [num_sequences] of groups of two as (chosen, rejected), each [num_groups]."""
@@ -74,6 +78,7 @@ class Objective(ABC):
     """
 
     __slots__ = ()
+    takes: ClassVar[tuple[GroupKind, ...]] = ("pair",)  # the groups that it can be given; a run with others is refused
     head: ClassVar[Head] = "lm"  # a sequence's score: its completion's summed log-probability, or a "scalar" head's reward
     default_lr: ClassVar[float] = 5e-7  # what --lr is where it is not given
 
@@ -89,7 +94,7 @@ class Objective(ABC):
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """Those of them that every row must have."""
+        """Those of them that every row must have, or every one of a single completion where the column is of those alone."""
         return ()
 
     @property

@@ -1,6 +1,6 @@
 """The reference pass: score with the reference's weights what a run will use and its table lacks.
 
-Pairs are scored in the packing of the first epoch, whose steps are computed whole, so that a policy that equals its reference
+Groups are scored in the packing of the first epoch, whose steps are computed whole, so that a policy that equals its reference
 gives equal bits at that epoch's steps. The table's file is rank 0's; every rank holds the numbers.
 """
 
@@ -27,13 +27,14 @@ def open_table(engine: Engine, batches: Batches, *, reference_sha256: str, direc
 
     UserError, on every rank, where the file cannot be written.
     """
-    table = ReferenceTable(batches.dataset.hashes, path=None)
+    dataset = batches.dataset
+    table = ReferenceTable(dataset.hashes, width=dataset.num_completions, path=None)
 
     def open_file() -> None:
         nonlocal table
         try:
             path = table_path(directory, _identity(engine, batches, reference_sha256=reference_sha256))
-            table = ReferenceTable(batches.dataset.hashes, path=path)
+            table = ReferenceTable(dataset.hashes, width=dataset.num_completions, path=path)
         except OSError as error:
             raise _cannot_write(directory, error) from None
 
@@ -45,7 +46,7 @@ def open_table(engine: Engine, batches: Batches, *, reference_sha256: str, direc
 
 
 def fill_table(engine: Engine, batches: Batches, *, steps: range, after_each: Callable[[], None]) -> int:
-    """Score with the engine's present weights (the reference's) what `steps` will use and the table lacks; how many pairs.
+    """Score with the engine's present weights (the reference's) what `steps` will use and the table lacks; how many groups.
 
     `after_each` runs after each step's rows are stored. UserError where a score is not finite, or the file cannot
     be written.
@@ -98,7 +99,7 @@ def _identity(engine: Engine, batches: Batches, *, reference_sha256: str) -> dic
     return {
         **({"token_weights": weighed} if weighed else {}),
         "reference_sha256": reference_sha256,
-        "data_fingerprint": batches.dataset.fingerprint,
+        "data_fingerprint": batches.dataset.scored_fingerprint,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "device": describe(engine.device),
         "torch": torch.__version__,

@@ -1,8 +1,8 @@
-"""Reference log-probs as a table of numbers (design idea 2): two floats per pair, computed once, kept in one file.
+"""Reference log-probs as a table of numbers (design idea 2): a float per completion, computed once, kept in one file.
 
 The file's name is a digest of everything that the numbers depend on: the reference's weights, the data, and the numeric
-identity (dtype, device, layout, sharing, seed, batch, budget, library version). A row carries a digest of the pair's token
-ids and of its two numbers, checked on every read, so that a row is right, or missing, never another pair's. Rows are written
+identity (dtype, device, layout, sharing, seed, batch, budget, library version). A row carries a digest of the group's token
+ids and of its numbers, checked on every read, so that a row is right, or missing, never another group's. Rows are written
 as they are computed: an interrupted pass continues where it stopped. A pass that ends leaves a checksum of the whole file
 beside it: while that holds, the rows are those that were written, and millions are read in the time of one look at the file.
 """
@@ -18,16 +18,22 @@ import xxhash
 from relax.data.checksums import check_regular
 from relax.data.scratch import whole_file
 
-ROW = np.dtype([("check", "<u8", 2), ("scores", "<f4", 2)])
+
+def row_dtype(width: int) -> np.dtype[np.void]:
+    """A group's row on disk, for groups of at most `width` completions."""
+    return np.dtype([("check", "<u8", 2), ("scores", "<f4", width)])
 
 
 class ReferenceTable:
-    """Rows for one data set, in memory as [num_pairs, 2] fp32 with NaN where missing; on disk where `path` is given."""
+    """Rows for one data set, in memory as [num_groups, width] fp32 with NaN where missing; on disk where `path` is given.
 
-    def __init__(self, hashes: np.ndarray, *, path: Path | None) -> None:
-        """hashes: uint8 [num_pairs, 16], the digest of each pair's token ids. UserError for a link in the file's place."""
+    width: the most completions of a group; one with fewer has 0 for those that it lacks.
+    """
+
+    def __init__(self, hashes: np.ndarray, *, width: int, path: Path | None) -> None:
+        """hashes: uint8 [num_groups, 16], the digest of each group's token ids. UserError for a link in the file's place."""
         self.hashes = hashes
-        self.values = np.full((len(hashes), 2), np.nan, dtype=np.float32)
+        self.values = np.full((len(hashes), width), np.nan, dtype=np.float32)
         self.damaged = 0  # rows that were not as they were written, or not written whole; they are absent
         self.path = path
         self._rows = self._open(path) if path else None
@@ -38,12 +44,13 @@ class ReferenceTable:
     def _open(self, path: Path) -> np.memmap:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_regular(path)
-        size = len(self.hashes) * ROW.itemsize
+        row = row_dtype(self.values.shape[1])
+        size = len(self.hashes) * row.itemsize
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:
             if os.fstat(file.fileno()).st_size != size:
                 file.truncate(size)
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so here; later, writing through the map would kill
-            return np.memmap(file, dtype=ROW, mode="r+", shape=(len(self.hashes),))
+            return np.memmap(file, dtype=row, mode="r+", shape=(len(self.hashes),))
 
     def _read(self) -> None:
         assert self._rows is not None
@@ -69,7 +76,7 @@ class ReferenceTable:
         return seal.exists() and seal.read_text("latin-1").strip() == self._checksum()
 
     def _checksum(self) -> str:
-        """Of the pairs' digests and of every byte of the file."""
+        """Of the groups' digests and of every byte of the file."""
         assert self._rows is not None
         digest = xxhash.xxh3_128(np.ascontiguousarray(self.hashes).data)
         digest.update(self._rows.view(np.uint8).data)
@@ -77,15 +84,15 @@ class ReferenceTable:
 
     @property
     def absent(self) -> np.ndarray:
-        """The pairs that have no row yet, bool [num_pairs]."""
+        """The groups that have no row yet, bool [num_groups]."""
         return np.isnan(self.values[:, 0])
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
-        """Those of the pair indices that have no row yet."""
+        """Those of the group indices that have no row yet."""
         return indices[np.isnan(self.values[indices, 0])]
 
     def put(self, indices: np.ndarray, scores: np.ndarray) -> None:
-        """Store scores [len(indices), 2] of chosen and rejected."""
+        """Store scores [len(indices), width] of the completions, best first."""
         self.values[indices] = scores
         if self._rows is None:
             return
@@ -96,10 +103,10 @@ class ReferenceTable:
         self._rows.flush()
 
     def take(self, indices: np.ndarray) -> np.ndarray:
-        """Scores [len(indices), 2]; KeyError where a row is missing."""
+        """Scores [len(indices), width]; KeyError where a row is missing."""
         absent = self.missing(indices)
         if len(absent):
-            raise KeyError(f"reference log-probs of pair {absent[0]} were never computed")
+            raise KeyError(f"reference log-probs of group {absent[0]} were never computed")
         return self.values[indices]
 
 
@@ -118,7 +125,7 @@ def _seal_path(table: Path) -> Path:
     return table.with_suffix(".xxh128")
 
 
-def _check(pair_hash: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """What a row's `check` must be, uint64 [2]: a digest of the pair and of its two scores."""
-    digest = hashlib.blake2b(pair_hash.tobytes() + scores.astype("<f4").tobytes(), digest_size=16).digest()
+def _check(group_hash: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """What a row's `check` must be, uint64 [2]: a digest of the group and of its scores."""
+    digest = hashlib.blake2b(group_hash.tobytes() + scores.astype("<f4").tobytes(), digest_size=16).digest()
     return np.frombuffer(digest, dtype="<u8")

@@ -1,4 +1,4 @@
-"""From a data set to the batches of a run: which pairs a step takes, how they are packed, their reference rows."""
+"""From a data set to the batches of a run: which groups a step takes, how they are packed, their reference rows."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from relax.backend.engine import Batch, Engine
-from relax.data import PairDataset, PairOrder
+from relax.data import GroupDataset, PairOrder
 from relax.errors import UserError
 from relax.metrics import Work, group_means
 from relax.objectives import with_role
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How any list of pairs becomes micro-batches on this run's ranks."""
+    """How any list of groups becomes micro-batches on this run's ranks."""
 
     dp_size: int
     max_tokens: int
@@ -43,9 +43,9 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """The pairs of one step, read when asked for, so that a rank reads only its own."""
+    """The groups of one step, read when asked for, so that a rank reads only its own."""
 
-    dataset: PairDataset
+    dataset: GroupDataset
     indices: np.ndarray
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class _Selection:
 class Batches:
     """A data set in steps. Training shuffles by seed and epoch; evaluation goes through in order once."""
 
-    dataset: PairDataset
+    dataset: GroupDataset
     packing: Packing
     batch_size: int
     seed: int
@@ -80,27 +80,28 @@ class Batches:
         return range(1, self.steps_per_epoch + 1)
 
     def indices(self, step: int) -> tuple[int, np.ndarray]:
-        """(epoch, pair indices) of a step, counted from 1."""
+        """(epoch, group indices) of a step, counted from 1."""
         return self.order.at_step(step)
 
     def consumed(self, step: int) -> int:
-        """Pairs trained on after a step, over all epochs."""
+        """Groups trained on after a step, over all epochs."""
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * len(self.dataset) + steps * self.batch_size
 
     def batch(self, indices: np.ndarray, *, with_reference: bool = True) -> Batch:
-        """The pairs at `indices`, packed; reference rows of pairs that lack them are an error."""
+        """The groups at `indices`, packed; reference rows of groups that lack them are an error."""
         lengths = self.dataset.lengths[indices]
         return Batch(
             groups=_Selection(self.dataset, indices),
             plan=self.packing.plan(lengths),
             lengths=lengths,
             references=self.table.take(indices) if self.table is not None and with_reference else None,
+            ranks=None if self.dataset.ranks is None else self.dataset.ranks[indices],
             columns={name: column[indices] for name, column in self.dataset.columns.items()},
         )
 
     def epoch(self) -> Iterator[np.ndarray]:
-        """The pair indices of each step of the first epoch."""
+        """The group indices of each step of the first epoch."""
         for step in self.all_steps:
             yield self.indices(step)[1]
 
@@ -145,7 +146,7 @@ class ReadAhead(Generic[T]):
 
 
 def evaluate(engine: Engine, batches: Batches, *, prefix: str) -> dict[str, float]:
-    """Metrics over every pair of the set, as {prefix + name: mean over pairs}, and their number."""
+    """Metrics over every group of the set, as {prefix + name: mean over groups}, and their number."""
     values = [engine.evaluate(batches.batch(indices)) for indices in batches.epoch()]
     metrics = engine.objective.metrics
     means = group_means(np.concatenate(values), [metric.name for metric in metrics], prefix=prefix)

@@ -24,7 +24,7 @@ from relax.backend.engine import Batch, Engine
 from relax.backend.model.families import model_shape, read_hf_config
 from relax.backend.parallel import agree, from_main_rank, initialize, main_rank_first
 from relax.backend.weights.export import check_output
-from relax.cli.objective_flags import build_objective
+from relax.cli.objective_flags import build_objective, loss_flag
 from relax.cli.places import step_paths
 from relax.cli.settings import (
     check_model,
@@ -41,6 +41,7 @@ from relax.data import load_pairs
 from relax.data.data_report import OneByOne, counted
 from relax.data.held_out import check_held_out
 from relax.data.provenance import trained_template
+from relax.data.requirements import check_groups
 from relax.data.scratch import whole_file
 from relax.errors import UserError
 from relax.objectives import with_role
@@ -113,7 +114,7 @@ class RunSetup:
         self.train_set = self._read(args.prompt_data, title="train") if args.prompt_data else None
         self.chat_template = None
         if args.prompt_data:
-            options = data_options(args, whole_render=self.objective.head == "scalar")
+            options = data_options(args, objective=self.objective)
             self.chat_template = trained_template(args.prompt_data, tokenizer_dir=args.hf_checkpoint, options=options)
         self.eval_sets = {
             name: self._read([path], title=f"eval {name}".rstrip()) for name, path in args.eval_prompt_data.items()
@@ -148,7 +149,7 @@ class RunSetup:
             lambda first: load_pairs(
                 paths,
                 tokenizer_dir=args.hf_checkpoint,
-                options=data_options(args, whole_render=self.objective.head == "scalar"),
+                options=data_options(args, objective=self.objective),
                 cache_dir=args.data_cache_dir,
                 num_workers=args.num_workers,
                 title=title,
@@ -158,6 +159,7 @@ class RunSetup:
             )
         )
         check_vocabulary(dataset, args, self.hf_config)
+        check_groups(dataset, self.objective, flag=loss_flag(self.objective), indexed=indexed)
         if title != "train" and self.train_set:
             check_held_out(dataset, self.train_set.dataset, strict=args.strict_data)
         self.say(dataset.report.table())

@@ -43,7 +43,8 @@ class Dataset:
         rng = np.random.default_rng(2)
         self.pairs = make_pairs([tuple(size) for size in rng.integers(1, 20, (11, 3))])
         self.lengths, self.columns = lengths_of(self.pairs), {}
-        self.fingerprint = "ab"
+        self.num_completions, self.ranks = 2, None
+        self.fingerprint = self.scored_fingerprint = "ab"
         self.hashes = rng.integers(0, 256, (11, 16), dtype=np.uint8)
 
     def __len__(self) -> int:
@@ -59,7 +60,7 @@ def make_batches(*, batch_size: int = 4, shuffle: bool = True, max_tokens: int =
     )
     dataset: Any = Dataset()
     made = Batches(dataset=dataset, packing=packing, batch_size=batch_size, seed=3, shuffle=shuffle)
-    made.table = ReferenceTable(dataset.hashes, path=None)
+    made.table = ReferenceTable(dataset.hashes, width=2, path=None)
     return made
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relax.backend import indexed
-from relax.data import DataOptions, PairDataset, load_pairs
+from relax.data import DataOptions, GroupDataset, load_pairs
 from relax.data.preprocessing import Settings, preprocess
 from relax.data.tokenizer import load_tokenizer
 from relax.errors import UserError
@@ -153,7 +153,7 @@ def tokenize(path: Path, tokenizer: Path, *, prefix: Path, **changes: Any) -> Pa
     return prefix
 
 
-def load(path: Path, tokenizer: Path, **options: Any) -> PairDataset:
+def load(path: Path, tokenizer: Path, **options: Any) -> GroupDataset:
     return load_pairs(
         [str(path)],
         tokenizer_dir=tokenizer,
@@ -175,7 +175,7 @@ def test_raw_rows_give_the_prefix_whichever_row_is_first(tmp_path: Path, tokeniz
     from_prefix = load(prefix, tokenizer_dir)
     assert raw.fingerprint == from_prefix.fingerprint and len(raw) == 6 + kept
     for a, b in zip(raw, from_prefix, strict=True):
-        assert all(np.array_equal(getattr(a, part), getattr(b, part)) for part in ("prompt", "chosen", "rejected"))
+        assert all(map(np.array_equal, (a.prompt, *a.completions), (b.prompt, *b.completions)))
     # The rows alone: the odd one changed nothing about the others.
     alone = load(write_jsonl(tmp_path / "b.jsonl", rows), tokenizer_dir, conversation_key_map=key_map)
     others = [i for i in range(len(raw)) if not kept or i != place]
@@ -216,7 +216,7 @@ def test_rows_as_they_are(tmp_path: Path, tokenizer_dir: Path):
     for whole, end in ((False, ""), (True, "\n")):
         raw = load(path, tokenizer_dir, chat_template=False, whole_render=whole)
         assert decode(raw[0].prompt) == header.format(0)
-        assert (decode(raw[0].chosen), decode(raw[0].rejected)) == (f"Yes<|im_end|>{end}", "No<|im_end|>")
+        assert (decode(raw[0].completions[0]), decode(raw[0].completions[1])) == (f"Yes<|im_end|>{end}", "No<|im_end|>")
         for options in ({}, {"chat_template": False}):
             assert load(prefix, tokenizer_dir, whole_render=whole, **options).fingerprint == raw.fingerprint
     plain = write_jsonl(tmp_path / "b.jsonl", [{"prompt": f"Q{i}", **PAIR} for i in range(4)])

@@ -12,9 +12,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from relax.backend import indexed
-from relax.data import DataOptions, DataReport, PairDataset, load_pairs, pipeline
+from relax.data import DataOptions, DataReport, GroupDataset, load_pairs, pipeline
 from relax.data.data_report import FileSummary, OneByOne
-from relax.data.dataset import PairBlock
+from relax.data.dataset import GroupBlock
 from relax.data.pipeline import Collector
 from relax.data.prefix import PAIR_FIELDS, field_path, sidecar_path
 from relax.data.preprocessing import Settings, preprocess
@@ -64,7 +64,7 @@ def tokenize(path: Path | list[Path], tokenizer: Path, *, prefix: Path, **change
     return preprocess(Settings(**{**values, **changes}), indexed=indexed, progress=lambda done, total: None)
 
 
-def load(path: Path, tokenizer: Path, **options: Any) -> PairDataset:
+def load(path: Path, tokenizer: Path, **options: Any) -> GroupDataset:
     return load_pairs(
         [str(path)],
         tokenizer_dir=tokenizer,
@@ -80,9 +80,13 @@ def read(prefix: Path, field: str) -> list[list[int]]:
     return [row.tolist() for row in IndexedDataset(field_path(prefix, field))]
 
 
-def same(a: PairDataset, b: PairDataset) -> bool:
+def same(a: GroupDataset, b: GroupDataset) -> bool:
     pairs = zip(a, b, strict=True)
-    parts = all(np.array_equal(getattr(x, n), getattr(y, n)) for x, y in pairs for n in ("prompt", "chosen", "rejected"))
+    parts = all(
+        np.array_equal(one, other)
+        for x, y in pairs
+        for one, other in zip((x.prompt, *x.completions), (y.prompt, *y.completions), strict=True)
+    )
     return parts and a.fingerprint == b.fingerprint and np.array_equal(a.hashes, b.hashes)
 
 
@@ -156,16 +160,15 @@ def test_the_files_are_those_of_megatrons_builder(tmp_path: Path, monkeypatch: p
 
 def chunk(first: int) -> ChunkResult:
     """500 rows from row `first`: half of them pairs of the same three short parts, half refused."""
-    pairs = PairBlock(
+    pairs = GroupBlock(
         tokens=np.tile(np.array([1, 2, 3, 4], np.int32), 250),
         lengths=np.tile(np.array([2, 1, 1], np.int32), (250, 1)),
         trained=np.ones((250, 2), np.int32),
         hashes=np.zeros((250, 16), np.uint8),
-        margins=np.zeros(250, np.float32),
     )
     return ChunkResult(
         file=0,
-        pairs=pairs,
+        groups=pairs,
         numbers=list(range(first, first + 500, 2)),
         marks=np.zeros(250, np.uint8),
         keys=[[number.to_bytes(16, "big")] for number in range(first, first + 500, 2)],
@@ -250,11 +253,11 @@ PAIRS = [([1, 2, 3], [4, 5], [6]), ([7], [8], [9, 10]), ([1, 2, 3], [4, 5], [6])
 
 def test_files_of_mindspeed_rl(tmp_path: Path, tokenizers: Path):
     data = load(mindspeed(tmp_path / "orca_rlhf", PAIRS), tokenizers / "chatml")
-    assert [tuple(part.tolist() for part in (pair.prompt, pair.chosen, pair.rejected)) for pair in data] == [
+    assert [tuple(part.tolist() for part in (pair.prompt, *pair.completions)) for pair in data] == [
         PAIRS[0], PAIRS[1], PAIRS[3]
     ]  # fmt: skip
     assert data.report.to_json()["rejected"]["duplicate"]["rows"] == [f"{tmp_path / 'orca_rlhf'}:3"]
-    assert data.max_token_id == 10 and data.margins is None
+    assert data.max_token_id == 10 and data.columns == {}
     assert "orca_rlhf: tokenized, no sidecar to check it by, 4 rows" in data.report.table()
     raw = write_jsonl(tmp_path / "more.jsonl", ROWS[:2])
     both = load_pairs(
@@ -266,7 +269,7 @@ def test_files_of_mindspeed_rl(tmp_path: Path, tokenizers: Path):
         title="train",
         indexed=indexed,
     )
-    assert len(both) == 5 and both[0].chosen.tolist() == [4, 5]
+    assert len(both) == 5 and both[0].completions[0].tolist() == [4, 5]
 
 
 def test_rows_that_hold_no_pair(tmp_path: Path, tokenizers: Path):

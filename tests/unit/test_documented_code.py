@@ -97,6 +97,6 @@ def test_the_row_format_of_contributing_reads_a_row(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(formats.READERS, "turns", names["_turns"])
     monkeypatch.setitem(formats.FORMAT_PARTS, "turns", ("turns",))
     row, options = {"context": ["a", "b", "c"], "chosen": "yes", "rejected": "no"}, DataOptions()
-    pair = formats.read_pair(row, name="turns", columns=resolve_columns(set(row), options=options, path="a"), options=options)
+    pair = formats.read_group(row, name="turns", columns=resolve_columns(set(row), options=options, path="a"), options=options)
     assert [(m["role"], m["content"]) for m in pair.history] == [("user", "a"), ("assistant", "b"), ("user", "c")]
-    assert (pair.chosen["content"], pair.rejected["content"]) == ("yes", "no")
+    assert [message["content"] for message in pair.completions] == ["yes", "no"]

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from relax.data import DataOptions, PairDataset, load_pairs
+from relax.data import DataOptions, GroupDataset, load_pairs
 
 # ChatML as SmolLM2 writes it: a default system message, a newline after every turn.
 CHATML = (
@@ -152,7 +152,7 @@ def chat_row(question: str, chosen: str, rejected: str, **columns: Any) -> dict[
 
 def load(
     data: Path | list[Path], tokenizer_dir: Path, *, cache: Path | None = None, workers: int = 1, **options: Any
-) -> PairDataset:
+) -> GroupDataset:
     """`load_pairs` with a cache beside the data."""
     files = data if isinstance(data, list) else [data]
     return load_pairs(

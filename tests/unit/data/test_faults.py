@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from relax.data import DataOptions, PairOrder
-from relax.data.render import PairEncoder
+from relax.data.render import GroupEncoder
 from relax.data.tokenizer import load_tokenizer
 from relax.errors import UserError
 from tests.unit.data.samples import CHATML, QWEN3, assistant, build_tokenizer, chat_row, load, user, write_jsonl
@@ -37,8 +37,8 @@ def test_byte_pair_merges_across_the_boundary(tmp_path: Path, chatml: Path, prom
         assert merged != tokenizer.encode(prompt)  # the trap is real: the prompt's last token changes with the answer
         pair = load(path, directory)[0]
         assert prompt in tokenizer.decode(pair.prompt)
-        assert tokenizer.decode(pair.chosen) == "46<|im_end|>"
-        assert tokenizer.decode(pair.rejected) == "$46<|im_end|>"
+        assert tokenizer.decode(pair.completions[0]) == "46<|im_end|>"
+        assert tokenizer.decode(pair.completions[1]) == "$46<|im_end|>"
 
 
 def test_a_template_call_that_returns_a_dict(qwen3: Path):
@@ -52,7 +52,7 @@ def test_a_template_call_that_returns_a_dict(qwen3: Path):
 
     tokenizer.apply_chat_template = always_dict
     with pytest.raises(UserError, match="Self-check failed: apply_chat_template gave BatchEncoding"):
-        PairEncoder(tokenizer, options=DataOptions())
+        GroupEncoder(tokenizer, options=DataOptions())
 
 
 def test_think_in_one_answer_keeps_its_first_tag(tmp_path: Path, qwen3: Path):
@@ -60,7 +60,7 @@ def test_think_in_one_answer_keeps_its_first_tag(tmp_path: Path, qwen3: Path):
     pair = load(write_jsonl(tmp_path / "a.jsonl", [row]), qwen3)[0]
     tokenizer = load_tokenizer(qwen3)
     think = tokenizer.convert_tokens_to_ids("<think>")
-    assert pair.chosen[0] == pair.rejected[0] == think
+    assert pair.completions[0][0] == pair.completions[1][0] == think
     assert think not in pair.prompt
 
 
@@ -79,7 +79,7 @@ def test_the_end_token_comes_once_and_is_trained(tmp_path: Path, chatml: Path, q
     for directory in (chatml, qwen3):
         end = load_tokenizer(directory).convert_tokens_to_ids("<|im_end|>")
         pair = load(path, directory)[0]
-        for ids in (pair.chosen, pair.rejected):
+        for ids in pair.completions:
             assert ids[-1] == end and np.count_nonzero(ids == end) == 1
 
 
@@ -87,8 +87,8 @@ def test_a_prompt_as_long_as_the_limit_leaves_whole_answers(tmp_path: Path, chat
     row = chat_row("one two three " * 50, "Yes", "No")
     pair = load(write_jsonl(tmp_path / "a.jsonl", [row]), chatml, max_length=32, max_completion_length=16)[0]
     tokenizer = load_tokenizer(chatml)
-    assert (tokenizer.decode(pair.chosen), tokenizer.decode(pair.rejected)) == ("Yes<|im_end|>", "No<|im_end|>")
-    assert len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) == 32
+    assert (tokenizer.decode(pair.completions[0]), tokenizer.decode(pair.completions[1])) == ("Yes<|im_end|>", "No<|im_end|>")
+    assert len(pair.prompt) + max(map(len, pair.completions)) == 32
     assert tokenizer.decode(pair.prompt).endswith("<|im_start|>assistant\n")
 
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from relax.data.columns import resolve_columns
-from relax.data.formats import choose_format, read_pair
+from relax.data.detection import choose_format
+from relax.data.formats import read_group
 from relax.data.options import DataOptions
-from relax.data.rows import REASONS, PlainText, PreferencePair, RowRejected
+from relax.data.rows import REASONS, Group, PlainText, RowRejected
 from relax.errors import UserError
 from tests.unit.data.samples import assistant, chat_row, user
 
@@ -16,13 +17,13 @@ SYSTEM = {"role": "system", "content": "Be brief"}
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is it?\n\nAssistant:"
 
 
-def read(row: Any, *, first: dict[str, Any] | None = None, **options: Any) -> tuple[str, PreferencePair]:
+def read(row: Any, *, first: dict[str, Any] | None = None, **options: Any) -> tuple[str, Group]:
     """(format, pair) of a row in a file whose first row is `first`."""
     first = first or row
     settings = DataOptions(**options)
     columns = resolve_columns(set(first), options=settings, path="data.jsonl")
     name = choose_format([first], columns=columns, path="data.jsonl", allowed=DataOptions(**options).row_formats)
-    return name, read_pair(row, name=name, columns=columns, options=settings)
+    return name, read_group(row, name=name, columns=columns, options=settings)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +105,14 @@ def test_every_format_gives_the_same_pair(row: Any, options: Any, name: str, his
     found, pair = read(row, **options)
     assert found == name
     assert list(pair.history) == history
-    assert (pair.chosen, pair.rejected) == (assistant("A"), assistant("B"))
+    assert pair.completions == (assistant("A"), assistant("B"))
 
 
 def test_plain_text_formats_carry_their_text():
     _, pair = read({"prompt": "Sum (", "chosen": "46", "rejected": "$46"})
-    assert pair.text == PlainText("Sum (", "46", "$46")
+    assert pair.text == PlainText("Sum (", ("46", "$46"))
     _, pair = read({"chosen": DIALOGUE + " A", "rejected": DIALOGUE + " B"})
-    assert pair.text == PlainText(DIALOGUE, " A", " B")
+    assert pair.text == PlainText(DIALOGUE, (" A", " B"))
     _, pair = read({"chosen": [*HISTORY, assistant("A")], "rejected": [*HISTORY, assistant("B")]})
     assert pair.text is None
 
@@ -120,7 +121,7 @@ def test_optional_columns_are_read():
     row = chat_row("Q", "A", "B", tools='[{"name": "f"}]', margin="0.5", chat_template_kwargs={"enable_thinking": False}, uid=7)
     _, pair = read(row, pair_id_key="uid")
     assert pair.tools == [{"name": "f"}]
-    assert pair.margin == 0.5
+    assert pair.columns == {"margin": 0.5}
     assert pair.template_kwargs == {"enable_thinking": False}
     assert pair.pair_id == "7"
     _, pair = read(chat_row("Q", "A", "B", functions=[{"name": "g"}]), tool_key="functions")
@@ -141,7 +142,7 @@ def test_messages_keep_their_other_fields_and_join_text_parts():
     parts = {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}]}
     _, pair = read({"chosen": [parts, call], "rejected": [parts, assistant("B")]})
     assert list(pair.history) == HISTORY
-    assert pair.chosen == {**call, "content": ""}
+    assert pair.completions[0] == {**call, "content": ""}
 
 
 GOOD = chat_row("Q", "A", "B")

@@ -17,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from relax.data import PairDataset
+from relax.data import GroupDataset
 from relax.errors import UserError
 from tests.unit.data.samples import CHATML, LLAMA, QWEN3, assistant, build_tokenizer, chat_row, load, user, write_jsonl
 
@@ -75,7 +75,7 @@ def mutated(value: Any, generator: random.Random) -> Any:
     return value
 
 
-def outcome(path: Path, tokenizer: Path, **options: Any) -> PairDataset | str:
+def outcome(path: Path, tokenizer: Path, **options: Any) -> GroupDataset | str:
     """What a file gives: pairs, or the message that refuses it."""
     try:
         return load(path, tokenizer, cache=path.parent / "cache", **options)
@@ -110,7 +110,7 @@ def test_a_mutated_row_is_kept_or_counted(tmp_path: Path, tokenizers: list[Path]
         report = found.report
         assert report.rows_read == len(rows) and report.rows_kept + report.rows_rejected == len(rows)
         assert len(found) == report.rows_kept >= 25
-        assert all(len(found[i].chosen) and len(found[i].rejected) for i in range(len(found)))
+        assert all(all(map(len, found[i].completions)) for i in range(len(found)))
     assert files >= 3
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax.data.limits import LimitedPair, Mark, apply_limits
+from relax.data.limits import LimitedGroup, Mark, apply_limits
 from relax.data.options import DataOptions
-from relax.data.render import PairIds
+from relax.data.render import GroupIds
 from relax.data.rows import RowRejected
 from relax.errors import UserError
 
 
-def limited(prompt: int, chosen: int, rejected: int, *, shrunk: bool = False, **options: Any) -> LimitedPair:
+def limited(prompt: int, chosen: int, rejected: int, *, shrunk: bool = False, **options: Any) -> LimitedGroup:
     """A pair of the given lengths, whose ids tell side and place, after its limits."""
     parts = (
         np.arange(start, start + size, dtype=np.int32) for start, size in ((0, prompt), (10_000, chosen), (20_000, rejected))
@@ -21,12 +21,13 @@ def limited(prompt: int, chosen: int, rejected: int, *, shrunk: bool = False, **
     settings = {"max_length": 1000, "max_completion_length": 999, "max_tokens": 10_000, **options}
     lengths = chosen, rejected
     prompt_ids, chosen_ids, rejected_ids = parts
-    pair = PairIds(prompt_ids, chosen_ids, rejected_ids, trained=lengths, rendered=lengths, shrunk=shrunk)
+    pair = GroupIds(prompt_ids, (chosen_ids, rejected_ids), trained=lengths, rendered=lengths, shrunk=shrunk)
     return apply_limits(pair, options=DataOptions(**settings))
 
 
-def sizes(pair: LimitedPair) -> tuple[int, int, int]:
-    return len(pair.prompt), len(pair.chosen), len(pair.rejected)
+def sizes(pair: LimitedGroup) -> tuple[int, int, int]:
+    prompt, chosen, rejected = map(len, (pair.prompt, *pair.completions))
+    return prompt, chosen, rejected
 
 
 def test_a_pair_within_all_limits_is_untouched():
@@ -39,7 +40,7 @@ def test_a_pair_within_all_limits_is_untouched():
 def test_answers_are_cut_on_the_right():
     pair = limited(5, 20, 3, max_completion_length=16)
     assert sizes(pair) == (5, 16, 3)
-    assert pair.chosen.tolist() == list(range(10_000, 10_016))
+    assert pair.completions[0].tolist() == list(range(10_000, 10_016))
     assert pair.marks == Mark.TRUNCATED
 
 
@@ -103,8 +104,8 @@ def test_a_pair_that_may_not_fit_is_refused(strategy: str, budget: int, message:
 
 def test_answers_that_are_equal_after_truncation_are_refused():
     same = np.arange(600, dtype=np.int32)
-    sides = (np.append(same, end).astype(np.int32) for end in (1, 2))
-    ids = PairIds(np.arange(5, dtype=np.int32), *sides, trained=(601, 601), rendered=(601, 601))
+    sides = tuple(np.append(same, end).astype(np.int32) for end in (1, 2))
+    ids = GroupIds(np.arange(5, dtype=np.int32), sides, trained=(601, 601), rendered=(601, 601))
     assert sizes(apply_limits(ids, options=DataOptions(max_length=1024, max_completion_length=601))) == (5, 601, 601)
     with pytest.raises(RowRejected, match="the same 512 tokens") as refused:
         apply_limits(ids, options=DataOptions(max_length=1024, max_completion_length=512))
@@ -128,8 +129,8 @@ def test_options_that_cannot_work_are_errors(options: dict[str, object], message
 
 
 def test_each_reading_of_an_answer_has_its_length():
-    parts = [np.arange(start, start + size, dtype=np.int32) for start, size in ((0, 5), (100, 8), (200, 9))]
-    ids = PairIds(*parts, trained=(7, 8), rendered=(8, 9))
+    prompt, *sides = (np.arange(start, start + size, dtype=np.int32) for start, size in ((0, 5), (100, 8), (200, 9)))
+    ids = GroupIds(prompt, tuple(sides), trained=(7, 8), rendered=(8, 9))
     readings = {"policy": {}, "reward model": {"whole_render": True}, "file": {"to_file": True}}
     pairs = {name: apply_limits(ids, options=DataOptions(**options)) for name, options in readings.items()}
     assert {name: sizes(pair) for name, pair in pairs.items()} == {

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax.data import DataOptions, PairDataset, dataset, load_pairs, pipeline, scratch, worker
+from relax.data import DataOptions, GroupDataset, dataset, load_pairs, pipeline, scratch, worker
 from relax.data import load as load_module
 from relax.data.checksums import CHECKSUMS
 from relax.data.data_report import DataReport, FileSummary, OneByOne, Rejections, TokenCounts
@@ -23,7 +23,7 @@ from relax.data.pipeline import ADVICE
 from relax.data.rows import REASONS
 from relax.data.scratch import whole_file
 from relax.data.tokenizer import load_tokenizer
-from relax.data.worker import pair_hash
+from relax.data.worker import group_hash
 from relax.errors import UserError
 from tests.unit.data.samples import QWEN3, assistant, build_tokenizer, chat_row, load, user, write_jsonl
 
@@ -57,20 +57,21 @@ def test_pairs_come_back_in_order_with_everything_they_carry(tmp_path: Path, tok
     tokenizer = load_tokenizer(tokenizer_dir)
     assert len(data) == 8
     assert data.lengths.dtype == np.int64 and data.lengths.shape == (8, 3)
-    assert data.margins is not None and data.margins.dtype == np.float32
+    margins = data.columns["margin"]
+    assert margins.dtype == np.float32
     for i in (0, 7, 3):
         pair = data[i]
         assert tokenizer.decode(pair.prompt).endswith(f"user\nQuestion {i}?<|im_end|>\n<|im_start|>assistant\n")
-        assert (tokenizer.decode(pair.chosen), tokenizer.decode(pair.rejected)) == (
+        assert tuple(map(tokenizer.decode, pair.completions)) == (
             f"Yes {i}<|im_end|>",
             f"No {i}<|im_end|>",
         )
-        assert pair.margin == data.margins[i] == i
+        assert margins[i] == i
         assert pair.prompt.dtype == np.int32
-        assert data.lengths[i].tolist() == [len(pair.prompt), len(pair.chosen), len(pair.rejected)]
-        assert data.hashes[i].tobytes() == pair_hash(pair.prompt, pair.chosen, pair.rejected)
-    assert data.max_token_id == max(int(np.concatenate([p.prompt, p.chosen, p.rejected]).max()) for p in data)
-    expected = hashlib.sha256(data.hashes.tobytes() + data.margins.tobytes()).hexdigest()
+        assert data.lengths[i].tolist() == [len(pair.prompt), *map(len, pair.completions)]
+        assert data.hashes[i].tobytes() == group_hash(pair.prompt, pair.completions)
+    assert data.max_token_id == max(int(np.concatenate([p.prompt, *p.completions]).max()) for p in data)
+    expected = hashlib.sha256(data.hashes.tobytes() + margins.tobytes()).hexdigest()
     assert data.fingerprint == expected
     for index in (8, -1):
         with pytest.raises(IndexError):
@@ -80,23 +81,23 @@ def test_pairs_come_back_in_order_with_everything_they_carry(tmp_path: Path, tok
 def test_rows_without_margins(tmp_path: Path, tokenizer_dir: Path):
     rows = [chat_row("Q", "A", "B"), chat_row("Q", "A", "C")]
     data = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer_dir)
-    assert data.margins is None and data[0].margin == 0.0
+    assert data.columns == {}
     some = load(write_jsonl(tmp_path / "b.jsonl", [{**rows[0], "margin": 2.0}, rows[1]]), tokenizer_dir)
-    assert some.margins is not None and some.margins.tolist() == [2.0, 0.0]
+    assert some.columns["margin"].tolist() == [2.0, 0.0]
     assert some.fingerprint != data.fingerprint
 
 
 def test_hashes_keep_the_sides_apart():
     a, b, c = (np.array(ids, np.int32) for ids in ([1], [2, 3], [4]))
-    keys = {pair_hash(a, b, c), pair_hash(a, c, b), pair_hash(np.array([1, 2], np.int32), b[1:], c)}
+    keys = {group_hash(a, (b, c)), group_hash(a, (c, b)), group_hash(np.array([1, 2], np.int32), (b[1:], c))}
     assert len(keys) == 3 and all(len(key) == 16 for key in keys)
 
 
 def test_whole_render_keeps_what_the_template_writes_after_the_end(tmp_path: Path, tokenizer_dir: Path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     tokenizer = load_tokenizer(tokenizer_dir)
-    assert tokenizer.decode(load(path, tokenizer_dir, whole_render=True)[0].chosen) == "Yes 0<|im_end|>\n"
-    assert tokenizer.decode(load(path, tokenizer_dir)[0].chosen) == "Yes 0<|im_end|>"
+    assert tokenizer.decode(load(path, tokenizer_dir, whole_render=True)[0].completions[0]) == "Yes 0<|im_end|>\n"
+    assert tokenizer.decode(load(path, tokenizer_dir)[0].completions[0]) == "Yes 0<|im_end|>"
 
 
 def test_every_reason_is_counted_with_its_rows(tmp_path: Path, tokenizer_dir: Path):
@@ -152,7 +153,7 @@ def test_token_statistics_are_numpys():
     for part in (lengths[:100], lengths[:0], lengths[100:]):
         counts.add(part)
     values = {"prompt": lengths[:, 0], "chosen": lengths[:, 1], "rejected": lengths[:, 2], "total": lengths @ [2, 1, 1]}
-    assert counts.pairs == 203
+    assert counts.groups == 203
     assert counts.statistics() == {
         part: pytest.approx(
             {
@@ -183,12 +184,12 @@ def test_tools_that_the_template_has_no_place_for_are_reported(tmp_path: Path, t
     assert load(path, qwen3).report.unused_columns == {}
 
 
-def test_margins_are_reported_where_only_a_reward_model_would_read_them(tmp_path: Path, tokenizer_dir: Path):
+def test_margins_are_reported_where_the_objective_does_not_read_them(tmp_path: Path, tokenizer_dir: Path):
     path = write_jsonl(tmp_path / "a.jsonl", [chat_row("Q", "A", "B", margin=0.0), chat_row("R", "A", "B", margin=None)])
-    dpo, rm = load(path, tokenizer_dir), load(path, tokenizer_dir, whole_render=True)
+    dpo, rm = load(path, tokenizer_dir), load(path, tokenizer_dir, reads=("margin",))
     assert (dpo.report.unused_columns, rm.report.unused_columns) == ({"margin": 1}, {})
     assert "columns with content that nothing uses: margin (1 row)" in dpo.report.table()
-    assert dpo.margins is not None and rm.margins is not None  # part of both fingerprints
+    assert "margin" in dpo.columns and "margin" in rm.columns  # part of both fingerprints
 
 
 def test_pair_ids_make_duplicates_where_they_were_asked_for(tmp_path: Path, tokenizer_dir: Path):
@@ -351,7 +352,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokens cut": (lambda entry: os.truncate(entry / "tokens.bin", 8), "tokens.bin is not as it was written"),
     "a bit of a length": (lambda entry: flip(entry / "lengths.npy"), "lengths.npy is not as it was written"),
     "a bit of a hash": (lambda entry: flip(entry / "hashes.npy"), "hashes.npy is not as it was written"),
-    "a bit of a margin": (lambda entry: flip(entry / "margins.npy"), "margins.npy is not as it was written"),
+    "a bit of a margin": (lambda entry: flip(entry / "column_margin.npy"), "column_margin.npy is not as it was written"),
     "a refused row": (lambda entry: flip(entry / "rejected_identical.bin"), "rejected_identical.bin is not as it was"),
     "hashes gone": (lambda entry: (entry / "hashes.npy").unlink(), "hashes.npy is missing"),
     "a stranger": (lambda entry: (entry / "a").write_text(""), "a is not one of its files"),
@@ -361,7 +362,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta binary": (lambda entry: (entry / "meta.json").write_bytes(b"\xff\0"), "meta.json is not as it was written"),
     "no checksums": (lambda entry: (entry / CHECKSUMS).unlink(), "checksums.xxh128 cannot be read"),
     "checksums binary": (lambda entry: (entry / CHECKSUMS).write_bytes(b"\xff"), "checksums.xxh128 cannot be read"),
-    "checksums empty": (lambda entry: (entry / CHECKSUMS).write_bytes(b""), "hashes.npy is not one of its files"),
+    "checksums empty": (lambda entry: (entry / CHECKSUMS).write_bytes(b""), "column_margin.npy is not one of its files"),
     "an empty directory": (lambda entry: [file.unlink() for file in entry.iterdir()], "checksums.xxh128 cannot be read"),
 }
 
@@ -503,6 +504,6 @@ def test_a_directory_of_files_loads_by_its_path_as_text(tmp_path: Path, tokenize
         num_workers=0,
         title="eval",
     )
-    assert isinstance(data, PairDataset)
-    assert data.margins is not None and data.margins.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert isinstance(data, GroupDataset)
+    assert data.columns["margin"].tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
     assert data.report.table().startswith("eval: 8 of 8 rows kept")

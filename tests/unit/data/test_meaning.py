@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relax.data import DataOptions, PairDataset
+from relax.data import DataOptions, GroupDataset
 from relax.data.tokenizer import load_tokenizer
 from relax.errors import UserError
 from tests.unit.data.samples import (
@@ -50,9 +50,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def texts(data: PairDataset, tokenizer_dir: Path) -> list[tuple[str, str, str]]:
+def texts(data: GroupDataset, tokenizer_dir: Path) -> list[tuple[str, str, str]]:
     tokenizer = load_tokenizer(tokenizer_dir)
-    return [tuple(tokenizer.decode(ids) for ids in (pair.prompt, pair.chosen, pair.rejected)) for pair in data]
+    return [tuple(tokenizer.decode(ids) for ids in (pair.prompt, *pair.completions)) for pair in data]
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Bern"}}}
@@ -107,7 +107,7 @@ def test_null_nan_and_absent_are_one_in_every_kind_of_file(tmp_path: Path, token
     for number, rows in enumerate(SAME_ROWS[name]):
         for kind in KINDS:
             data = load(write_kind(tmp_path / f"{number}{kind}", rows), tokenizers / "tools")
-            assert len(data) == 3 and not data.report.unused_columns and data.margins is None
+            assert len(data) == 3 and not data.report.unused_columns and data.columns == {}
             hashes[number, kind] = data.hashes.tobytes()
     assert len(set(hashes.values())) == 1, hashes.keys()
 
@@ -365,7 +365,7 @@ def test_a_side_without_an_answer_is_an_empty_completion(tmp_path: Path, tokeniz
     with pytest.raises(UserError) as refused:
         load(write_jsonl(tmp_path / "a.jsonl", [row] * 3), tokenizers / "chatml")
     assert str(refused.value).startswith(
-        "No pair is left: 3 of 3 rows were rejected.\nMost often: empty_completion (3). Fill in the answers"
+        "No pair is left: 3 of 3 rows were rejected.\nMost often: empty_completion (3). Fill in the completions"
     )
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from relax.data.encoding import Renders, cut_token, encode_renders, encode_texts
 from relax.data.options import DataOptions
-from relax.data.render import PairEncoder, PairIds, common_prefix
-from relax.data.rows import Message, PlainText, PreferencePair, RowRejected
+from relax.data.render import GroupEncoder, GroupIds, common_prefix
+from relax.data.rows import Group, Message, PlainText, RowRejected
 from relax.data.tokenizer import leading_special_ids, load_tokenizer, probe_template
 from relax.errors import UserError
 from tests.unit.data.samples import CHATML, LLAMA, QWEN3, assistant, build_tokenizer, user
@@ -29,27 +29,29 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
     yield {path.name: load_tokenizer(path) for path in root.iterdir()}
 
 
-def encode(tokenizer: Any, *pairs: PreferencePair, whole_render: bool = False, **options: Any) -> list[Any]:
+def encode(tokenizer: Any, *pairs: Group, whole_render: bool = False, **options: Any) -> list[Any]:
     """Pairs as a policy reads them, or a reward model."""
-    results = PairEncoder(tokenizer, options=DataOptions(**options)).encode(pairs)
+    results = GroupEncoder(tokenizer, options=DataOptions(**options)).encode(pairs)
     return [
         result
         if isinstance(result, RowRejected)
         else replace(
             result,
-            chosen=result.chosen[: (result.rendered if whole_render else result.trained)[0]],
-            rejected=result.rejected[: (result.rendered if whole_render else result.trained)[1]],
+            completions=tuple(
+                ids[:length]
+                for ids, length in zip(result.completions, result.rendered if whole_render else result.trained, strict=True)
+            ),
         )
         for result in results
     ]
 
 
-def pair(chosen: str, rejected: str, *, history: tuple[Message, ...] = (user("Q"),), **fields: Any) -> PreferencePair:
-    return PreferencePair(history=history, chosen=assistant(chosen), rejected=assistant(rejected), **fields)
+def pair(chosen: str, rejected: str, *, history: tuple[Message, ...] = (user("Q"),), **fields: Any) -> Group:
+    return Group(history=history, completions=(assistant(chosen), assistant(rejected)), **fields)
 
 
-def texts(tokenizer: Any, ids: PairIds) -> tuple[str, str, str]:
-    return tuple(tokenizer.decode(part) for part in (ids.prompt, ids.chosen, ids.rejected))
+def texts(tokenizer: Any, ids: GroupIds) -> tuple[str, str, str]:
+    return tuple(tokenizer.decode(part) for part in (ids.prompt, *ids.completions))
 
 
 def whole(tokenizer: Any, *messages: Message, **kwargs: Any) -> list[int]:
@@ -75,14 +77,13 @@ def test_prompt_and_answer_are_the_whole_render_as_at_inference(tokenizers: dict
     (ids,) = encode(tokenizer, example, whole_render=True)
     inference = whole(tokenizer, *history, add_generation_prompt=True)
     assert ids.prompt.tolist() == inference
-    assert [*ids.prompt, *ids.chosen] == whole(tokenizer, *history, example.chosen)
-    assert [*ids.prompt, *ids.rejected] == whole(tokenizer, *history, example.rejected)
+    for completion, message in zip(ids.completions, example.completions, strict=True):
+        assert [*ids.prompt, *completion] == whole(tokenizer, *history, message)
     (cut,) = encode(tokenizer, example)
     end = probe_template(tokenizer, template_kwargs={}).end_id
-    for side in ("prompt", "chosen", "rejected"):
-        part = getattr(cut, side).tolist()
-        assert getattr(ids, side).tolist()[: len(part)] == part
-        assert side == "prompt" or (part[-1] == end and part.count(end) == 1)
+    assert cut.prompt.tolist() == inference
+    for completion, kept in zip(ids.completions, (part.tolist() for part in cut.completions), strict=True):
+        assert completion.tolist()[: len(kept)] == kept and kept[-1] == end and kept.count(end) == 1
 
 
 def test_thinking_in_one_answer_shrinks_the_prompt_against_both(tokenizers: dict[str, Any]):
@@ -114,7 +115,7 @@ def test_tools_reach_the_template(tokenizers: dict[str, Any]):
 
 def test_the_end_token_is_never_doubled(tokenizers: dict[str, Any]):
     for name, end in (("chatml", "<|im_end|>"), ("llama", "</s>"), ("bare", "</s>")):
-        text = PlainText("Q", f"Yes{end}", "No")
+        text = PlainText("Q", (f"Yes{end}", "No"))
         (ids,) = encode(tokenizers[name], pair(f"Yes{end}", "No", text=text))
         assert [answer.strip() for answer in texts(tokenizers[name], ids)[1:]] == [f"Yes{end}", f"No{end}"]
 
@@ -135,14 +136,14 @@ def test_bos_comes_from_template_or_post_processor_and_once(tokenizers: dict[str
     (ids,) = encode(tokenizers["llama"], pair("Yes", "No"), chat_template_kwargs={"chat_template": twice})
     assert texts(tokenizers["llama"], ids)[0] == "<s>[INST] Q [/INST]"
     for prompt in ("Sum (", "<s>Sum ("):
-        (ids,) = encode(tokenizers["plain"], pair("46", "$46", text=PlainText(prompt, "46", "$46")))
+        (ids,) = encode(tokenizers["plain"], pair("46", "$46", text=PlainText(prompt, ("46", "$46"))))
         assert texts(tokenizers["plain"], ids) == ("<s>Sum (", "46</s>", "$46</s>")
-    (ids,) = encode(tokenizers["bare"], pair("46", "$46", text=PlainText("Sum (", "46", "$46")))
+    (ids,) = encode(tokenizers["bare"], pair("46", "$46", text=PlainText("Sum (", ("46", "$46"))))
     assert texts(tokenizers["bare"], ids) == ("Sum (", "46</s>", "$46</s>")
 
 
 def test_plain_text_without_a_prompt_is_refused(tokenizers: dict[str, Any]):
-    (result,) = encode(tokenizers["bare"], pair("46", "$46", text=PlainText("", "46", "$46")))
+    (result,) = encode(tokenizers["bare"], pair("46", "$46", text=PlainText("", ("46", "$46"))))
     assert (result.code, result.detail) == ("prompt_mismatch", "the prompt has no tokens")
 
 
@@ -184,14 +185,14 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name":
 @pytest.mark.parametrize("empty", [assistant("<|im_end|>"), CALL], ids=["end token as text", "tool calls without a place"])
 def test_an_answer_of_nothing_but_the_end_token_is_refused(tokenizers: dict[str, Any], whole_render: bool, empty: Message):
     for side, sides in (("chosen", (empty, assistant("No"))), ("rejected", (assistant("Yes"), empty))):
-        bad = PreferencePair(history=(user("Q"),), chosen=sides[0], rejected=sides[1])
+        bad = Group(history=(user("Q"),), completions=sides)
         refused, good = encode(tokenizers["chatml"], bad, pair("Yes", "No"), whole_render=whole_render)
         assert (refused.code, refused.detail) == ("empty_completion", f"{side} renders to no tokens but the end token")
-        assert len(good.chosen) > 1 and len(good.rejected) > 1
+        assert min(map(len, good.completions)) > 1
 
 
 def test_a_plain_answer_of_nothing_but_the_end_token_is_refused(tokenizers: dict[str, Any]):
-    text = PlainText(prompt="Q ", chosen="Yes", rejected="</s>")
+    text = PlainText("Q ", ("Yes", "</s>"))
     (result,) = encode(tokenizers["bare"], pair("Yes", "</s>", text=text))
     assert (result.code, result.detail) == ("empty_completion", "rejected renders to no tokens but the end token")
 
@@ -210,14 +211,15 @@ def test_pieces_give_the_ids_of_whole_strings(tokenizers: dict[str, Any]):
     contents = ["one\n\n", "(46)", " <think>", "<|im_start|>assistant\n", "$46 (", "\n\n\n", "é\u200b", "  two  "]
     header = "<|im_start|>assistant\n"
     renders = [
-        Renders(f"<|im_start|>user\n{a}<|im_end|>\n{header}", f"<|im_start|>user\n{a}<|im_end|>\n{header}{b}", other)
+        Renders(f"<|im_start|>user\n{a}<|im_end|>\n{header}", (f"<|im_start|>user\n{a}<|im_end|>\n{header}{b}", other))
         for a in contents
         for b in contents
         for other in (f"<|im_start|>user\n{a}<|im_end|>\n{header}{a}{b}", "something else")
     ]
     for cut_here in (cut, None):
         for render, ids in zip(renders, encode_renders(tokenizer, renders, cut=cut_here), strict=True):
-            assert [part.tolist() for part in ids] == [part.tolist() for part in encode_texts(tokenizer, render)]
+            parts, texts = (ids.history, *ids.wholes), (render.history, *render.wholes)
+            assert [part.tolist() for part in parts] == [part.tolist() for part in encode_texts(tokenizer, texts)]
 
 
 def test_a_token_that_takes_its_neighbours_with_it_is_no_cut():
@@ -259,7 +261,7 @@ class Misbehaving:
 )
 def test_self_check_refuses_a_template_call_without_flat_ids(tokenizers: dict[str, Any], answer: Any, message: str):
     with pytest.raises(UserError, match=message):
-        PairEncoder(Misbehaving(tokenizers["qwen3"], answer), options=DataOptions())
+        GroupEncoder(Misbehaving(tokenizers["qwen3"], answer), options=DataOptions())
 
 
 @pytest.mark.parametrize(
@@ -271,13 +273,13 @@ def test_self_check_refuses_a_template_call_without_flat_ids(tokenizers: dict[st
 )
 def test_self_check_refuses_a_template_that_cannot_serve(tokenizers: dict[str, Any], template: str, message: str):
     with pytest.raises(UserError, match=message):
-        PairEncoder(tokenizers["qwen3"], options=DataOptions(chat_template_kwargs={"chat_template": template}))
+        GroupEncoder(tokenizers["qwen3"], options=DataOptions(chat_template_kwargs={"chat_template": template}))
 
 
 def test_a_tokenizer_without_any_end_token_is_refused(tmp_path: Path):
     tokenizer = load_tokenizer(build_tokenizer(tmp_path / "t", template=None, eos=None))
     with pytest.raises(UserError, match="has no eos_token"):
-        PairEncoder(tokenizer, options=DataOptions())
+        GroupEncoder(tokenizer, options=DataOptions())
 
 
 def test_tokenizers_that_cannot_be_loaded_are_errors(tmp_path: Path):

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken
 
 from relax.data.options import DataOptions
-from relax.data.render import PairEncoder
-from relax.data.rows import Message, PreferencePair
+from relax.data.render import GroupEncoder
+from relax.data.rows import Group, Message
 from relax.data.templates import load_template
 from relax.data.tokenizer import load_tokenizer
 from relax.errors import UserError
@@ -130,14 +130,12 @@ def test_the_published_format(tokenizer: Any, name: str):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_prompts_are_what_inference_renders_and_answers_end_once(tokenizer: Any, name: str):
     template = named(name, tokenizer)
-    pair = PreferencePair(history=(SYSTEM, *TURNS[:3]), chosen=TURNS[3], rejected=assistant("No"))
+    pair = Group(history=(SYSTEM, *TURNS[:3]), completions=(TURNS[3], assistant("No")))
     options = DataOptions(chat_template_kwargs={"chat_template": template})
-    (ids,) = PairEncoder(tokenizer, options=options).encode([pair])
+    (ids,) = GroupEncoder(tokenizer, options=options).encode([pair])
     prompt = render(tokenizer, template, [SYSTEM, *TURNS[:3]], add_generation_prompt=True)
     assert tokenizer.decode(ids.prompt) == prompt and not ids.shrunk
-    chosen, rejected = (
-        tokenizer.decode(side[:length]) for side, length in zip((ids.chosen, ids.rejected), ids.trained, strict=True)
-    )
+    chosen, rejected = (tokenizer.decode(side[:length]) for side, length in zip(ids.completions, ids.trained, strict=True))
     end = ENDS[name]
     assert prompt + chosen == PUBLISHED[name][0].removesuffix("\n").removesuffix(end) + end
     assert (chosen.count(end), rejected.count(end)) == (1, 1) and rejected.endswith(end) and "No" in rejected

@@ -8,7 +8,7 @@ import pytest
 
 from relax.errors import UserError
 from relax.reference import table as reference
-from relax.reference.table import ROW, ReferenceTable, table_path
+from relax.reference.table import ReferenceTable, row_dtype, table_path
 
 SCORES = np.array([[-1.5, -2.25], [-3.0, -4.0], [-5.125, -0.5], [0.0, -7.0]], dtype=np.float32)
 
@@ -22,7 +22,7 @@ def at(*indices: int) -> np.ndarray:
 
 
 def filled(path: Path, indices: np.ndarray | None = None) -> ReferenceTable:
-    table = ReferenceTable(hashes(), path=path)
+    table = ReferenceTable(hashes(), width=2, path=path)
     indices = np.arange(4) if indices is None else indices
     table.put(indices, SCORES[indices])
     return table
@@ -42,19 +42,19 @@ def test_an_absent_row_is_an_error_and_not_a_number(tmp_path: Path) -> None:
     table = filled(tmp_path / "t", at(0, 3))
     assert missing(table) == [1, 2]
     assert table.missing(at(2, 0, 1)).tolist() == [2, 1]
-    with pytest.raises(KeyError, match="pair 2 were never computed"):
+    with pytest.raises(KeyError, match="group 2 were never computed"):
         table.take(at(0, 2))
 
 
 def test_an_interrupted_pass_continues(tmp_path: Path) -> None:
     """Rows are on disk once `put` returns; another process sees them and adds the rest."""
     first = filled(tmp_path / "t", at(0, 3))
-    second = ReferenceTable(hashes(), path=tmp_path / "t")
+    second = ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     assert missing(second) == [1, 2]
     assert (second.take(at(3, 0)) == SCORES[[3, 0]]).all()
     second.put(at(1, 2), SCORES[[1, 2]])
     del first
-    third = ReferenceTable(hashes(), path=tmp_path / "t")
+    third = ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     assert missing(third) == []
     assert (third.take(np.arange(4)) == SCORES).all()
 
@@ -63,10 +63,10 @@ def test_a_row_of_another_pair_is_never_read(tmp_path: Path) -> None:
     filled(tmp_path / "t")
     changed = hashes()
     changed[1, 15] ^= 1
-    assert missing(ReferenceTable(changed, path=tmp_path / "t")) == [1]
+    assert missing(ReferenceTable(changed, width=2, path=tmp_path / "t")) == [1]
     moved = hashes()[[1, 0, 2, 3]]
-    assert missing(ReferenceTable(moved, path=tmp_path / "t")) == [0, 1]
-    assert missing(ReferenceTable(hashes(seed=1), path=tmp_path / "t")) == [0, 1, 2, 3]
+    assert missing(ReferenceTable(moved, width=2, path=tmp_path / "t")) == [0, 1]
+    assert missing(ReferenceTable(hashes(seed=1), width=2, path=tmp_path / "t")) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("offset", [0, 8, 15, 16, 19, 20, 23])
@@ -74,20 +74,20 @@ def test_a_torn_row_is_computed_again(tmp_path: Path, offset: int) -> None:
     """One flipped byte anywhere in the row, check or scores."""
     filled(tmp_path / "t")
     content = bytearray((tmp_path / "t").read_bytes())
-    assert len(content) == 4 * ROW.itemsize == 4 * 24
-    content[2 * ROW.itemsize + offset] ^= 4
+    assert len(content) == 4 * row_dtype(2).itemsize == 4 * 24
+    content[2 * row_dtype(2).itemsize + offset] ^= 4
     (tmp_path / "t").write_bytes(content)
-    table = ReferenceTable(hashes(), path=tmp_path / "t")
+    table = ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     assert missing(table) == [2] and table.damaged == 1
-    assert ReferenceTable(hashes(), path=tmp_path / "t").damaged == 0, "told once, and absent from then on"
+    assert ReferenceTable(hashes(), width=2, path=tmp_path / "t").damaged == 0, "told once, and absent from then on"
     table.put(at(2), SCORES[[2]])
-    assert (ReferenceTable(hashes(), path=tmp_path / "t").take(np.arange(4)) == SCORES).all()
+    assert (ReferenceTable(hashes(), width=2, path=tmp_path / "t").take(np.arange(4)) == SCORES).all()
 
 
 def test_a_sealed_table_is_read_without_a_look_at_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "t", at(0, 2, 3)).seal()
     monkeypatch.setattr(reference, "_check", None)
-    table = ReferenceTable(hashes(), path=tmp_path / "t")
+    table = ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     assert missing(table) == [1] and table.damaged == 0
     assert (table.take(at(3, 0, 2)) == SCORES[[3, 0, 2]]).all()
     table.seal()  # nothing to do
@@ -97,31 +97,31 @@ def test_a_sealed_table_is_read_without_a_look_at_each_row(tmp_path: Path, monke
 def test_a_seal_covers_every_bit(tmp_path: Path, offset: int) -> None:
     filled(tmp_path / "t").seal()
     content = bytearray((tmp_path / "t").read_bytes())
-    content[2 * ROW.itemsize + offset] ^= 4
+    content[2 * row_dtype(2).itemsize + offset] ^= 4
     (tmp_path / "t").write_bytes(content)
-    table = ReferenceTable(hashes(), path=tmp_path / "t")
+    table = ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     assert (missing(table), table.damaged) == ([2], 1)
     table.seal()  # a pass that did not need the row
-    assert missing(ReferenceTable(hashes(), path=tmp_path / "t")) == [2]
+    assert missing(ReferenceTable(hashes(), width=2, path=tmp_path / "t")) == [2]
 
 
 def test_a_seal_holds_for_these_pairs_alone(tmp_path: Path) -> None:
     filled(tmp_path / "t").seal()
-    assert missing(ReferenceTable(hashes(seed=1), path=tmp_path / "t")) == [0, 1, 2, 3]
+    assert missing(ReferenceTable(hashes(seed=1), width=2, path=tmp_path / "t")) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seal", [b"", b"\xff\0", b"0" * 32])
 def test_a_broken_seal_costs_a_look_at_each_row(tmp_path: Path, seal: bytes) -> None:
     filled(tmp_path / "t").seal()
     (tmp_path / "t.xxh128").write_bytes(seal)
-    assert (ReferenceTable(hashes(), path=tmp_path / "t").take(np.arange(4)) == SCORES).all()
+    assert (ReferenceTable(hashes(), width=2, path=tmp_path / "t").take(np.arange(4)) == SCORES).all()
 
 
 def test_rows_put_after_a_seal_count(tmp_path: Path) -> None:
     table = filled(tmp_path / "t", at(0))
     table.seal()
     table.put(at(1), SCORES[[1]])
-    assert missing(ReferenceTable(hashes(), path=tmp_path / "t")) == [2, 3]
+    assert missing(ReferenceTable(hashes(), width=2, path=tmp_path / "t")) == [2, 3]
 
 
 @pytest.mark.parametrize("name", ["t", "t.xxh128"])
@@ -130,7 +130,7 @@ def test_a_link_in_the_tables_place_is_refused(tmp_path: Path, name: str) -> Non
     (tmp_path / "precious").write_text("mine")
     (tmp_path / name).symlink_to(tmp_path / "precious")
     with pytest.raises(UserError, match=f"{name} is a symbolic link, and a cache holds files: remove it"):
-        ReferenceTable(hashes(), path=tmp_path / "t")
+        ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     assert (tmp_path / "precious").read_text() == "mine"
 
 
@@ -139,37 +139,37 @@ def test_a_file_cut_short_loses_its_last_rows_only(tmp_path: Path, kept: int) ->
     filled(tmp_path / "t")
     (tmp_path / "t").write_bytes((tmp_path / "t").read_bytes()[:kept])
     whole = kept // 24
-    table = ReferenceTable(hashes(), path=tmp_path / "t")
+    table = ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     assert missing(table) == list(range(whole, 4))
     assert (tmp_path / "t").stat().st_size == 4 * 24
 
 
 def test_a_row_of_zeros_is_a_row(tmp_path: Path) -> None:
-    table = ReferenceTable(hashes(), path=tmp_path / "t")
+    table = ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     table.put(at(1), np.zeros((1, 2)))
-    assert missing(ReferenceTable(hashes(), path=tmp_path / "t")) == [0, 2, 3]
+    assert missing(ReferenceTable(hashes(), width=2, path=tmp_path / "t")) == [0, 2, 3]
 
 
 def test_scores_are_rounded_once(tmp_path: Path) -> None:
     """In memory, on disk and for a process that reads them later: the same fp32."""
-    table = ReferenceTable(hashes(), path=tmp_path / "t")
+    table = ReferenceTable(hashes(), width=2, path=tmp_path / "t")
     table.put(at(0), np.array([[-0.1, -1 / 3]], dtype=np.float64))
     expected = np.array([[-0.1, -1 / 3]]).astype(np.float32)
     assert (table.take(at(0)) == expected).all()
-    assert (ReferenceTable(hashes(), path=tmp_path / "t").take(at(0)) == expected).all()
+    assert (ReferenceTable(hashes(), width=2, path=tmp_path / "t").take(at(0)) == expected).all()
 
 
 def test_a_rank_without_a_file_takes_the_values_it_is_sent(tmp_path: Path) -> None:
     """The broadcast: rank 0 reads the file, the others get its rows and fill in the same gaps."""
     main = filled(tmp_path / "t", at(0, 3))
-    other = ReferenceTable(hashes(), path=None)
+    other = ReferenceTable(hashes(), width=2, path=None)
     assert missing(other) == [0, 1, 2, 3]
     other.values = main.values.copy()
     assert missing(other) == missing(main) == [1, 2]
     other.put(at(1, 2), SCORES[[1, 2]])
     assert (other.take(np.arange(4)) == SCORES).all()
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
-    assert missing(ReferenceTable(hashes(), path=tmp_path / "t")) == [1, 2]
+    assert missing(ReferenceTable(hashes(), width=2, path=tmp_path / "t")) == [1, 2]
 
 
 # Which file

@@ -30,6 +30,7 @@ class Dataset:
     def __init__(self, *, margins: bool = False) -> None:
         rng = np.random.default_rng(0)
         self.lengths = rng.integers(1, 12, (PAIRS, 3))
+        self.ranks, self.num_completions = None, 2
         self.columns = {"margin": np.linspace(0, 1, PAIRS, dtype=np.float32)} if margins else {}
         self.hashes = rng.integers(0, 256, (PAIRS, 16), dtype=np.uint8)
         self.read: list[int] = []
@@ -72,7 +73,7 @@ def batches(
         dp_size=dp_size, max_tokens=40, share_prompt=True, microbatch_multiple=1, area_cost=0.001, row_multiple=row_multiple
     )
     made = Batches(dataset=dataset, packing=packing, batch_size=BATCH, seed=5, shuffle=shuffle)
-    made.table = ReferenceTable(dataset.hashes, path=None) if table else None
+    made.table = ReferenceTable(dataset.hashes, width=2, path=None) if table else None
     return made
 
 
@@ -114,7 +115,7 @@ def test_without_margins_or_table_a_batch_has_none() -> None:
 
 
 def test_a_batch_without_its_reference_is_an_error() -> None:
-    with pytest.raises(KeyError, match="pair 1"):
+    with pytest.raises(KeyError, match="group 1"):
         batches().batch(np.array([1]))
 
 
