@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 
-from relax.data import formats, sources
+from relax.data import columns, formats, sources
 from relax.data.columns import SYNONYMS, resolve_columns
 from relax.data.options import DataOptions
+from relax.data.rows import RowRejected
 from relax.objectives import OBJECTIVES, Scores, terms
 from tests.documents import ROOT, block
 
@@ -76,6 +77,15 @@ def test_help_answers_without_torch_under_that_objective(tmp_path: Path) -> None
     done = subprocess.run([sys.executable, "-c", HELP], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--mine-strength X mine: what it does, and its unit (default: 0.1)" in " ".join(done.stdout.split())
+
+
+def test_the_column_of_contributing_reads_a_number() -> None:
+    column = eval(block("CONTRIBUTING.md", "Column("), dict(vars(columns)))
+    assert (column.name, column.default, column.synonyms, column.parse("2"), column.parse(None)) == (
+        "strength", 1.0, ("agreement",), 2.0, None,
+    )  # fmt: skip
+    with pytest.raises(RowRejected, match="strength is -1: it must be at least 0"):
+        column.parse(-1)
 
 
 def test_the_reader_of_contributing_reads_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

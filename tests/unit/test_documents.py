@@ -13,8 +13,9 @@ from torch.distributed.run import get_args_parser
 
 from relax import convert, preprocess, score
 from relax.cli import arguments
-from relax.data import compressed, formats, template_guard
+from relax.data import columns, compressed, formats, template_guard
 from relax.data.data_report import MARK_NAMES
+from relax.data.detection import OTHER_GROUPS
 from relax.data.options import INSTRUCTION
 from relax.data.rows import REASONS
 from relax.objectives import OBJECTIVES, terms
@@ -146,8 +147,9 @@ def test_the_tables_of_objectives_are_the_codes() -> None:
 def test_the_tables_of_data_are_the_codes() -> None:
     table, said = rows("docs/data.md"), text("docs/data.md")
     assert set(REASONS) <= set(table) and all(f"`{name}`" in said for name, _ in MARK_NAMES.values())
-    assert all(f"| `{name}`" in said for name in formats.FORMAT_PARTS if name != INSTRUCTION)
+    assert all(f"| `{name}`" in said for name in {*formats.FORMAT_PARTS, *OTHER_GROUPS} - {INSTRUCTION})
     assert all(f"`{kind}`" in said for kind in compressed.COMPRESSIONS)
+    assert all(f"`{name}`" in said for name in columns.COLUMNS)
     keys = {action.dest for action in preprocess.build_parser()._actions} - {"help", "config"}
     assert all(f"`{key}`" in said for key in keys)
 
